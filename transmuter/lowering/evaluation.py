@@ -1,0 +1,604 @@
+"""Runs the nodes of a graph through their lowerings: eagerly, or while JAX traces.
+
+One `Program` per model holds what never changes (which lowering each node has, its attributes, what it captures); one
+`Evaluation` is one pass over some nodes. Values live in a `Scope`, keyed by the graph's own `onnx_ir.Value` objects.
+A node that needs contents which are hidden raises `Break`; `segments` collects these, everybody else gets a
+`GraphBreakError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from transmuter.errors import GraphBreakError, LoweringError, ModelError, TransmuterError, UnsupportedOperatorError
+from transmuter.lowering import registry
+from transmuter.lowering.arrays import (
+    cast,
+    compute_dtype,
+    computed,
+    contents,
+    is_known,
+    is_string,
+    is_symbolic,
+    narrow,
+    traced,
+)
+
+class _Pending:
+    """Stands for a value that does not exist yet: it waits for a graph break."""
+
+    def __repr__(self) -> str:
+        return "pending"
+
+
+class _Host:
+    """Stands for a value that only exists between segments: a string, a map."""
+
+    def __repr__(self) -> str:
+        return "host value"
+
+
+PENDING, HOST = _Pending(), _Host()
+
+
+class Break(Exception):
+    """A node needs the contents of an operand, and a JAX transform hides them."""
+
+    def __init__(self, node: ir.Node, position: int, operand: str, inside: Break | None = None):
+        super().__init__(node, position, operand)
+        self.node, self.position, self.operand, self.inside = node, position, operand, inside
+
+
+@dataclass(frozen=True)
+class Bind:
+    """Work that gives the outputs of an inlined `If` the values of its branch's outputs."""
+
+    outputs: tuple[ir.Value, ...]
+    sources: tuple[ir.Value, ...]
+
+
+Work = ir.Node | Bind
+
+
+class Scope:
+    """The values of a graph's run; a subgraph's scope sees through to its `parent`."""
+
+    __slots__ = ("attributes", "key", "opsets", "parent", "values")
+
+    def __init__(
+        self,
+        values: dict[ir.Value, Any],
+        opsets: Mapping[str, int],
+        *,
+        parent: Scope | None = None,
+        attributes: Mapping[str, ir.Attr] | None = None,
+        key: jax.Array | None = None,
+    ):
+        self.values, self.opsets, self.parent, self.key = values, opsets, parent, key
+        self.attributes = attributes
+
+    def __getitem__(self, value: ir.Value) -> Any:
+        scope: Scope | None = self
+        while scope is not None:
+            if value in scope.values:
+                return scope.values[value]
+            scope = scope.parent
+        raise KeyError(value)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A node together with its lowering and its attributes as Python values."""
+
+    lowering: registry.Lowering | None
+    attributes: dict[str, Any]
+    function: ir.Function | None = None
+
+
+class Subgraph:
+    """A graph attribute as a function: call it with the graph's inputs to get a tuple of its outputs.
+
+    What the graph captures from outside, it takes from the scope of its node. `key` seeds its random nodes.
+    """
+
+    def __init__(self, graph: ir.Graph, evaluation: Evaluation, scope: Scope):
+        self.graph, self._evaluation, self._scope = graph, evaluation, scope
+
+    @property
+    def is_random(self) -> bool:
+        """Whether a node inside draws random numbers, so that each call needs a key of its own."""
+        return self._evaluation.program.is_random(self.graph)
+
+    def __call__(self, *args: Any, key: jax.Array | None = None) -> tuple[Any, ...]:
+        outer = self._scope
+        scope = Scope(
+            dict(zip(self.graph.inputs, args, strict=True)),
+            outer.opsets,
+            parent=outer,
+            attributes=outer.attributes,
+            key=outer.key if key is None else key,
+        )
+        return self._evaluation.graph(self.graph, scope)
+
+    def captures(self) -> list[ir.Value]:
+        """The outer values that the graph reads."""
+        return self._evaluation.program.captures(self.graph)
+
+    def with_captures(self, captured: Sequence[Any]) -> Subgraph:
+        """The same graph, reading `captured` in place of its captures: what a transform needs to see passed explicitly."""
+        outer = self._scope
+        values = dict(zip(self.captures(), captured, strict=True))
+        scope = Scope(values, outer.opsets, parent=outer, attributes=outer.attributes, key=outer.key)
+        return Subgraph(self.graph, self._evaluation, scope)
+
+    def captured(self) -> list[Any]:
+        """The present values of `captures()`."""
+        return [self._scope[value] for value in self.captures()]
+
+
+class Program:
+    """What is fixed about a model's graph: bound nodes, captures, order of work."""
+
+    def __init__(self, graph: ir.Graph, functions: Mapping[ir.OperatorIdentifier, ir.Function], opsets: Mapping[str, int]):
+        self.graph, self.functions, self.opsets = graph, functions, opsets
+        self._bound: dict[ir.Node, Bound] = {}
+        self._captures: dict[ir.Graph, tuple[ir.Value, ...]] = {}
+        self._work: dict[Any, tuple[ir.Node, ...]] = {}
+        self._bodies: dict[tuple[str, str, int], ir.Function] = {}
+        self._random: dict[ir.Graph, bool] = {}
+        self._numbers = {node: number for number, node in enumerate(graph.all_nodes())}
+
+    def number(self, node: ir.Node) -> int:
+        """A number that is the node's own, for its random key."""
+        return self._numbers.setdefault(node, len(self._numbers))
+
+    def work(self, graph: ir.Graph, outputs: Sequence[ir.Value]) -> tuple[ir.Node, ...]:
+        """The nodes of `graph` that `outputs` need, in order."""
+        key = (graph, tuple(outputs))
+        if key not in self._work:
+            needed, kept = set(outputs), []
+            for node in reversed(graph):
+                if not needed.isdisjoint(node.outputs):
+                    kept.append(node)
+                    needed.update(self.operands(node))
+            self._work[key] = tuple(reversed(kept))
+        return self._work[key]
+
+    def captures(self, graph: ir.Graph) -> tuple[ir.Value, ...]:
+        """The values of enclosing graphs that `graph`, or a graph inside it, reads."""
+        if graph not in self._captures:
+            own: set[ir.Value] = {*graph.inputs, *graph.initializers.values()}
+            read: dict[ir.Value, None] = {}
+            for node in graph:
+                own.update(node.outputs)
+                read.update(dict.fromkeys(self.operands(node)))
+            read.update(dict.fromkeys(graph.outputs))
+            self._captures[graph] = tuple(v for v in read if v not in own)
+        return self._captures[graph]
+
+    def operands(self, node: ir.Node) -> Iterator[ir.Value]:
+        """Every value that a node reads, those that its subgraphs capture included."""
+        yield from (v for v in node.inputs if v is not None)
+        for inner in subgraphs(node):
+            yield from self.captures(inner)
+
+    def is_random(self, graph: ir.Graph) -> bool:
+        """Whether a node of `graph`, or of a graph or function inside it, draws random numbers."""
+        if graph not in self._random:
+            self._random[graph] = any(self._draws(node) for node in graph)
+        return self._random[graph]
+
+    def _draws(self, node: ir.Node) -> bool:
+        function = self.functions.get(node.op_identifier())
+        if function is not None:
+            return self.is_random(function.graph)
+        inner = subgraphs(node)
+        if inner:
+            return any(self.is_random(graph) for graph in inner)
+        domain = _domain(node)
+        lowering = registry.find(domain, node.op_type, self.opsets.get(domain, 1))
+        return lowering is not None and "key" in lowering.fills
+
+    def known_initializers(self) -> set[ir.Value]:
+        """Initializers that some node needs the contents of: shapes, axes, pads."""
+        found: set[ir.Value] = set()
+        for node in self.graph.all_nodes():
+            domain = _domain(node)
+            lowering = registry.find(domain, node.op_type, self.opsets.get(domain, 1))
+            if lowering is not None and lowering.known:
+                found.update(
+                    v for i, v in enumerate(node.inputs) if v is not None and lowering.operand(i) in lowering.known
+                )
+        return {v for v in found if v.is_initializer()}
+
+    def unsupported(self) -> dict[str, tuple[str, ...]]:
+        """Operators, anywhere in the graph and its functions, that cannot be lowered, with their nodes' names."""
+        found: dict[str, list[str]] = {}
+        scopes = [(self.graph, self.opsets), *((f.graph, f.opset_imports) for f in self.functions.values())]
+        for graph, opsets in scopes:
+            for node in graph.all_nodes():
+                if not self._is_supported(node, opsets):
+                    found.setdefault(operator_name(node), []).append(node.name or node.outputs[0].name or "?")
+        return {name: tuple(nodes) for name, nodes in sorted(found.items())}
+
+    def _is_supported(self, node: ir.Node, opsets: Mapping[str, int]) -> bool:
+        domain = _domain(node)
+        version = opsets.get(domain, 1)
+        if node.op_identifier() in self.functions or registry.find(domain, node.op_type, version) is not None:
+            return True
+        schema = registry.schema(domain, node.op_type, version)
+        return schema is not None and (schema.has_function or schema.has_context_dependent_function)
+
+    def bind(self, node: ir.Node, scope: Scope) -> Bound:
+        """The lowering of `node` with its attributes, those that refer to the function call around it resolved."""
+        bound = self._bound.get(node)
+        if bound is None:
+            bound = self._bind(node, scope)
+            if not any(a.is_ref() for a in node.attributes.values()):
+                self._bound[node] = bound
+        return bound
+
+    def _bind(self, node: ir.Node, scope: Scope) -> Bound:
+        function = self.functions.get(node.op_identifier())
+        if function is not None:
+            return Bound(None, {}, function)
+        domain = _domain(node)
+        version = scope.opsets.get(domain, 1)
+        lowering = registry.find(domain, node.op_type, version)
+        if lowering is None:
+            return Bound(None, {}, self._body(domain, node.op_type, version))
+        values = dict(lowering.defaults(version))
+        for attribute in resolved(node, scope).values():
+            if attribute.name not in lowering.attributes:
+                raise ModelError(
+                    f"{describe(node)} has the attribute {attribute.name!r}, which {node.op_type} lacks in version "
+                    f"{version} of its domain. Check the opset that the model imports."
+                )
+            values[attribute.name] = _python(attribute)
+        schema = registry.schema(domain, node.op_type, version)
+        for name in lowering.attributes.keys() - values.keys():
+            if schema is None or (name in schema.attributes and schema.attributes[name].required):
+                raise ModelError(f"{describe(node)} lacks the attribute {name!r}. Export the model again.")
+            values[name] = None
+        return Bound(lowering, values)
+
+    def _body(self, domain: str, name: str, version: int) -> ir.Function | None:
+        """The function that the schema defines the operator by, where that does not depend on the operands' types."""
+        schema = registry.schema(domain, name, version)
+        if schema is None or not schema.has_function:
+            return None
+        key = (domain, name, version)
+        if key not in self._bodies:
+            body_version = max(v for v in schema.function_opset_versions if v <= version)
+            self._bodies[key] = _function(schema.get_function_with_opset_version(body_version))
+        return self._bodies[key]
+
+    def body_for(self, node: ir.Node, operands: Sequence[Any], scope: Scope) -> ir.Function | None:
+        """The function that the schema builds for operands of these types, if it does so."""
+        domain = _domain(node)
+        version = scope.opsets.get(domain, 1)
+        schema = registry.schema(domain, node.op_type, version)
+        if schema is None or not schema.has_context_dependent_function:
+            return None
+        proto = onnx.helper.make_node(
+            node.op_type,
+            ["" if v is None else f"i{i}" for i, v in enumerate(node.inputs)],
+            [f"o{i}" if v.name else "" for i, v in enumerate(node.outputs)],
+            domain=domain,
+        )
+        proto.attribute.extend(ir.to_proto(a) for a in resolved(node, scope).values())
+        types = [_type_proto(operand).SerializeToString() for operand in operands]
+        body_version = max(v for v in schema.context_dependent_function_opset_versions if v <= version)
+        body = schema.get_context_dependent_function_with_opset_version(
+            body_version, proto.SerializeToString(), types
+        )
+        return _function(body)
+
+
+class Evaluation:
+    """One pass over some nodes of a program.
+
+    With `breaks` (a list) a node that needs hidden contents is appended to it with the operand it needs, and what depends on
+    it waits; without, it raises `GraphBreakError`. `unsupported` collects operators without a lowering in the same way.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        breaks: list[Break] | None = None,
+        unsupported: dict[str, list[str]] | None = None,
+    ):
+        self.program, self.breaks, self.unsupported = program, breaks, unsupported
+
+    def run(self, work: Sequence[Work], scope: Scope, keep: frozenset[ir.Value] | None = None) -> list[Work]:
+        """Evaluates `work` in `scope` and returns what waits for a break.
+
+        With `keep`, values that no later work reads are freed as soon as they are not needed, but for those in it.
+        """
+        last_use = self._last_use(work, keep) if keep is not None else {}
+        waiting: list[Work] = []
+        for item in work:
+            if isinstance(item, Bind):
+                self._bind_outputs(item, scope, waiting)
+                continue
+            states = [scope[v] for v in self.program.operands(item)]
+            if any(state is PENDING for state in states):
+                self._wait(item, scope, waiting)
+                continue
+            try:
+                if any(state is HOST for state in states):
+                    position = next((i for i, v in enumerate(item.inputs) if v is not None and scope[v] is HOST), 0)
+                    raise Break(item, position, "a string, which only exists outside of compiled segments")
+                if item.op_type == "If" and _domain(item) == "" and self.breaks is not None:
+                    waiting += self._inline_if(item, scope)
+                else:
+                    self.node(item, scope)
+            except Break as needed:
+                if self.breaks is None:
+                    raise self._error(needed) from None
+                self.breaks.append(needed)
+                self._wait(item, scope, waiting)
+            except UnsupportedOperatorError as error:
+                if self.unsupported is None:
+                    raise
+                for name, nodes in error.operators.items():
+                    self.unsupported.setdefault(name, []).extend(nodes)
+                self._wait(item, scope, waiting)
+            for value in last_use.get(item, ()):
+                scope.values.pop(value, None)
+        return waiting
+
+    def _last_use(self, work: Sequence[Work], keep: frozenset[ir.Value]) -> dict[Work, list[ir.Value]]:
+        last: dict[ir.Value, Work] = {}
+        for item in work:
+            if isinstance(item, ir.Node):
+                last.update(dict.fromkeys(self.program.operands(item), item))
+                last.update({v: item for v in item.outputs})
+        frees: dict[Work, list[ir.Value]] = {}
+        for value, item in last.items():
+            if value not in keep:
+                frees.setdefault(item, []).append(value)
+        return frees
+
+    def _wait(self, item: Work, scope: Scope, waiting: list[Work]) -> None:
+        scope.values.update(dict.fromkeys(item.outputs, PENDING))
+        waiting.append(item)
+
+    def _bind_outputs(self, bind: Bind, scope: Scope, waiting: list[Work]) -> None:
+        scope.values.update({output: scope[source] for output, source in zip(bind.outputs, bind.sources, strict=True)})
+        if any(scope[source] is PENDING for source in bind.sources):
+            waiting.append(bind)
+
+    def _inline_if(self, node: ir.Node, scope: Scope) -> list[Work]:
+        """Runs the branch of a known condition as part of the graph around it, so that a break inside breaks only
+        what depends on it. Returns what waits."""
+        condition = contents(scope[node.inputs[0]])
+        if condition is None:
+            self.node(node, scope)  # both branches, or a break
+            return []
+        branch = node.attributes["then_branch" if condition.reshape(()) else "else_branch"].as_graph()
+        waiting = self.run(self.program.work(branch, branch.outputs), scope)
+        self._bind_outputs(Bind(tuple(node.outputs), tuple(branch.outputs)), scope, waiting)
+        return waiting
+
+    def graph(self, graph: ir.Graph, scope: Scope) -> tuple[Any, ...]:
+        """The outputs of `graph`; `scope` holds its inputs. A break anywhere inside is one of the node around it."""
+        for item in self.program.work(graph, graph.outputs):
+            self.node(item, scope)
+        return tuple(scope[value] for value in graph.outputs)
+
+    def function(self, function: ir.Function, node: ir.Node, operands: Sequence[Any], scope: Scope) -> tuple[Any, ...]:
+        """The outputs of a call of `function`, which has a scope, an opset and attributes of its own."""
+        attributes = {**{a.name: a for a in function.attributes.values()}, **resolved(node, scope)}
+        padded = [*operands, *[None] * (len(function.inputs) - len(operands))]
+        values = dict(zip(function.inputs, padded, strict=True))
+        return self.graph(function.graph, Scope(values, function.opset_imports, attributes=attributes, key=scope.key))
+
+    def node(self, node: ir.Node, scope: Scope) -> None:
+        """Evaluates one node and puts its outputs into `scope`.
+
+        Raises:
+            Break: It needs the contents of an operand which are hidden.
+            UnsupportedOperatorError: It has no lowering.
+            LoweringError: Its lowering failed.
+        """
+        operands = [None if v is None else scope[v] for v in node.inputs]
+        bound = self.program.bind(node, scope)
+        function = bound.function
+        if bound.lowering is None and function is None:
+            function = self.program.body_for(node, operands, scope)
+            if function is None:
+                raise UnsupportedOperatorError({operator_name(node): [node.name or node.outputs[0].name or "?"]})
+        try:
+            if function is not None:
+                results = self.function(function, node, operands, scope)
+            else:
+                results = self._lower(node, bound, operands, scope)
+        except (Break, TransmuterError):
+            raise
+        except Exception as error:
+            raise LoweringError(_failure(node, bound, operands, scope, error)) from error
+        for value, result in zip(node.outputs, results, strict=False):
+            scope.values[value] = result
+        for value in node.outputs[len(results) :]:
+            if value.name:
+                raise LoweringError(f"{describe(node)} has {len(node.outputs)} outputs, but {len(results)} are defined.")
+
+    def _lower(self, node: ir.Node, bound: Bound, operands: list[Any], scope: Scope) -> tuple[Any, ...]:
+        lowering = bound.lowering
+        while operands and operands[-1] is None:
+            operands.pop()
+        if len(operands) > len(lowering.operands) and not lowering.variadic:
+            raise ValueError(f"{len(operands)} operands, but {lowering.name} takes {len(lowering.operands)}")
+        for position, value in enumerate(operands):
+            name = lowering.operand(position)
+            if isinstance(value, jax.Array):
+                if name in lowering.known or name in lowering.reads:
+                    held = contents(value)
+                    if held is None:
+                        raise Break(node, position, name)
+                    operands[position] = held if name in lowering.known else value
+        if lowering.exact_dtypes:
+            operands = [_as_declared(v, o) for v, o in zip(node.inputs, operands, strict=False)]
+        if not is_known(operands):
+            operands = [
+                o if not isinstance(o, np.ndarray) or lowering.operand(i) in lowering.known else _beside_traced(o)
+                for i, o in enumerate(operands)
+            ]
+        attributes = {
+            name: Subgraph(value, self, scope) if isinstance(value, ir.Graph) else value
+            for name, value in bound.attributes.items()
+        }
+        if "key" in lowering.fills:
+            attributes["key"] = jax.random.fold_in(scope.key, self.program.number(node))
+        if "output_count" in lowering.fills:
+            attributes["output_count"] = len(node.outputs)
+        if "opset" in lowering.fills:
+            attributes["opset"] = scope.opsets.get(lowering.domain, 1)
+        result = lowering.function(*operands, **attributes)
+        results = result if isinstance(result, tuple) else (result,)
+        if is_known(operands) and not is_known(results):
+            for operand in operands:  # JAX has narrowed the operands itself: raise where that lost something
+                if isinstance(operand, np.ndarray):
+                    narrow(operand)
+        return tuple(np.asarray(r) if isinstance(r, (np.generic, int, float, bool)) else r for r in results)
+
+    def _error(self, needed: Break) -> GraphBreakError:
+        value = needed.node.inputs[needed.position] if needed.position < len(needed.node.inputs) else None
+        chain = origin(value) if value is not None else []
+        operator = needed.node.op_type
+        return GraphBreakError(
+            f"{describe(needed.node)} needs the contents of its operand {needed.operand!r}"
+            + (f" ({' <- '.join(chain)})" if chain else "")
+            + ", but a JAX transform around the call (jit, vmap, checkpoint, scan, shard_map or export) hides them. "
+            "Call transmuter.compile's result outside of that transform, which runs the node between two compiled "
+            "segments, or pass the input that decides the contents as a NumPy array captured by the transformed function.",
+            node=needed.node.name or "",
+            operator=operator,
+            operand=needed.operand,
+            origin=chain,
+        )
+
+
+def _beside_traced(value: np.ndarray) -> Any:
+    """A known operand of a node that has traced ones too."""
+    if is_string(value):
+        return value
+    return traced(value) if is_symbolic(value) else narrow(value)
+
+
+def _as_declared(value: ir.Value | None, operand: Any) -> Any:
+    """`operand` in the dtype that the model declares for `value`."""
+    if value is None or value.dtype is None or operand is None or computed(value.dtype.numpy()) == value.dtype.numpy():
+        return operand
+    return cast(operand, value.dtype.numpy())
+
+
+def subgraphs(node: ir.Node) -> list[ir.Graph]:
+    """The graphs among a node's attributes."""
+    return [a.as_graph() for a in node.attributes.values() if a.type is ir.AttributeType.GRAPH and not a.is_ref()]
+
+
+def resolved(node: ir.Node, scope: Scope) -> dict[str, ir.Attr]:
+    """A node's attributes, with references replaced by those of the function call around it; unset ones are left out."""
+    found = {}
+    for attribute in node.attributes.values():
+        if not attribute.is_ref():
+            found[attribute.name] = attribute
+        elif scope.attributes is not None and attribute.ref_attr_name in scope.attributes:
+            outer = scope.attributes[attribute.ref_attr_name]
+            found[attribute.name] = ir.Attr(attribute.name, outer.type, outer.value)
+    return found
+
+
+def describe(node: ir.Node) -> str:
+    """How messages call a node: its operator, and its name or else its first output's."""
+    named = f"node {node.name!r}" if node.name else f"the node of {node.outputs[0].name!r}" if node.outputs else "a node"
+    return f"{named} ({operator_name(node)})"
+
+
+def operator_name(node: ir.Node) -> str:
+    """`domain::Name`, or `Name` in ai.onnx."""
+    domain = _domain(node)
+    return f"{domain}::{node.op_type}" if domain else node.op_type
+
+
+def origin(value: ir.Value, limit: int = 12) -> list[str]:
+    """The chain of values that leads to `value`, itself first, along each producer's first operand that is no weight."""
+    chain = []
+    current: ir.Value | None = value
+    while current is not None and len(chain) < limit:
+        producer = current.producer()
+        if producer is None:
+            chain.append(f"input {current.name!r}")
+            break
+        chain.append(f"{current.name!r} of {operator_name(producer)}")
+        current = next((v for v in producer.inputs if v is not None and not v.is_initializer()), None)
+    return chain
+
+
+def _failure(node: ir.Node, bound: Bound, operands: Sequence[Any], scope: Scope, error: Exception) -> str:
+    version = f" version {bound.lowering.since}" if bound.lowering else ""
+    opset = scope.opsets.get(_domain(node), 1)
+    given = ", ".join(
+        f"{bound.lowering.operand(i) if bound.lowering else i}={_brief(operand)}" for i, operand in enumerate(operands)
+    )
+    reason = str(error).strip() or type(error).__name__
+    return f"{describe(node)}, operator{version} at opset {opset}, failed on {given or 'no operands'}: {reason}"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, (np.ndarray, jax.Array)):
+        held = f" {value.tolist()}" if isinstance(value, np.ndarray) and value.size <= 8 else ""
+        return f"{value.dtype.name}{list(value.shape)}{held}"
+    if isinstance(value, (list, tuple)):
+        return f"sequence of {len(value)}"
+    return "absent" if value is None else type(value).__name__
+
+
+def _python(attribute: ir.Attr) -> Any:
+    """An attribute's value: numbers, strings, tuples of them, NumPy arrays, graphs, types."""
+    if attribute.type is ir.AttributeType.TENSOR:
+        return _array(attribute.value)
+    if attribute.type is ir.AttributeType.TENSORS:
+        return tuple(_array(tensor) for tensor in attribute.value)
+    return attribute.value
+
+
+def _array(tensor: ir.TensorProtocol) -> np.ndarray:
+    array = array_of(tensor)
+    return array.astype(computed(array.dtype))
+
+
+def array_of(tensor: ir.TensorProtocol) -> np.ndarray:
+    """A tensor's contents as a NumPy array; strings are an object array of `str`."""
+    array = tensor.numpy()
+    if tensor.dtype is ir.DataType.STRING:
+        decoded = [v.decode() if isinstance(v, bytes) else str(v) for v in np.asarray(array).reshape(-1)]
+        return np.array(decoded, object).reshape(tuple(tensor.shape))
+    return array
+
+
+def _domain(node: ir.Node) -> str:
+    return "" if node.domain == "ai.onnx" else node.domain
+
+
+def _function(proto: bytes) -> ir.Function:
+    return ir.from_proto(onnx.FunctionProto.FromString(proto))
+
+
+def _type_proto(value: Any) -> onnx.TypeProto:
+    if value is None:
+        return onnx.TypeProto()
+    if isinstance(value, list):
+        return onnx.helper.make_sequence_type_proto(_type_proto(value[0])) if value else onnx.TypeProto()
+    element = ir.DataType.STRING if is_string(value) else ir.DataType.from_numpy(np.dtype(value.dtype))
+    return onnx.helper.make_tensor_type_proto(int(element), None)

@@ -1,0 +1,138 @@
+"""The registry of lowerings: which function computes which version of which operator.
+
+A lowering is a plain function whose signature is the operator's ONNX schema: tensor inputs are positional (optional
+ones default to None, a variadic one is `*args`), attributes are keyword-only under their ONNX names. An attribute
+without a default gets the schema's. Three further keyword-only parameters are filled in where a signature has them:
+`key` (a JAX random key of the node's own), `output_count` (how many outputs the node lists) and `opset` (the version of the
+operator's domain that the model imports).
+
+    @operator(known=("shape",))
+    def Reshape(data, shape, *, allowzero): ...
+
+    @operator()
+    def Softmax_13(x, *, axis): ...        # what Softmax means from opset 13 on; `Softmax` holds until then
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx
+import onnx.defs
+
+_FILLED = ("key", "output_count", "opset")
+_NO_DEFAULT = inspect.Parameter.empty
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """One version of one operator. `known` and `reads` name the operands whose contents it needs: a known one arrives
+    as a NumPy array, one that it reads arrives as it is, but never hidden (see `arrays.contents`)."""
+
+    domain: str
+    name: str
+    since: int
+    function: Callable[..., Any]
+    known: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    exact_dtypes: bool = False
+    operands: tuple[str, ...] = field(init=False)
+    variadic: bool = field(init=False)
+    attributes: dict[str, Any] = field(init=False, compare=False)
+    fills: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        parameters = inspect.signature(self.function).parameters.values()
+        positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        rest = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
+        object.__setattr__(self, "operands", tuple(positional + rest))
+        object.__setattr__(self, "variadic", bool(rest))
+        object.__setattr__(self, "fills", frozenset(keywords) & frozenset(_FILLED))
+        object.__setattr__(self, "attributes", {k: v for k, v in keywords.items() if k not in _FILLED})
+        unknown = {*self.known, *self.reads} - set(self.operands)
+        if unknown:
+            raise TypeError(f"{self.name} has no operands {sorted(unknown)}")
+
+    def operand(self, position: int) -> str:
+        """The name of the operand at `position`; the last one's for those that a variadic operand takes."""
+        return self.operands[min(position, len(self.operands) - 1)] if self.operands else f"operand {position}"
+
+    def defaults(self, version: int) -> dict[str, Any]:
+        """Values of the attributes that a node may omit, at a `version` of the operator's domain."""
+        return _defaults(self, version)
+
+
+_LOWERINGS: dict[tuple[str, str], list[Lowering]] = {}
+
+
+def operator(
+    *names: str,
+    domain: str = "",
+    known: tuple[str, ...] = (),
+    reads: tuple[str, ...] = (),
+    exact_dtypes: bool = False,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a function as the lowering of the operator that its name says, `Name` or `Name_VERSION`.
+
+    Args:
+        names: The operators, where the function's own name does not say them (`"Add", "Sub_7"`).
+        domain: The operator's domain, `""` for ai.onnx.
+        known: Operands that must be NumPy arrays (a shape, axes, pads): a traced one is a graph break.
+        reads: Operands whose contents decide the shape of the result (NonZero): a hidden one is a graph break.
+        exact_dtypes: The operator reads bits: float16 operands of a model that computes in float32 are cast back first.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names or (function.__name__,):
+            base, since = re.fullmatch(r"(.+?)(?:_(\d+))?", name).groups()
+            versions = _LOWERINGS.setdefault((domain, base), [])
+            if any(v.since == int(since or 1) for v in versions):
+                raise ValueError(f"{domain}::{name} is registered twice")
+            versions.append(Lowering(domain, base, int(since or 1), function, known, reads, exact_dtypes))
+            versions.sort(key=lambda v: -v.since)
+        find.cache_clear()
+        return function
+
+    return register
+
+
+@functools.cache
+def find(domain: str, name: str, version: int) -> Lowering | None:
+    """The lowering that holds for an operator at a version of its domain, or None."""
+    return next((v for v in _LOWERINGS.get((domain, name), ()) if v.since <= version), None)
+
+
+def registered() -> list[Lowering]:
+    """Every lowering, by domain, name and version."""
+    return sorted((v for versions in _LOWERINGS.values() for v in versions), key=lambda v: (v.domain, v.name, v.since))
+
+
+@functools.cache
+def schema(domain: str, name: str, version: int) -> onnx.defs.OpSchema | None:
+    """The ONNX schema of an operator at a version of its domain, or None where the `onnx` package has none."""
+    try:
+        return onnx.defs.get_schema(name, max_inclusive_version=version, domain=domain)
+    except onnx.defs.SchemaError:
+        return None
+
+
+@functools.cache
+def _defaults(lowering: Lowering, version: int) -> dict[str, Any]:
+    known = schema(lowering.domain, lowering.name, version)
+    defaults = {}
+    for name, default in lowering.attributes.items():
+        if default is not _NO_DEFAULT:
+            defaults[name] = default
+        elif known is not None and name in known.attributes and known.attributes[name].default_value.name:
+            defaults[name] = _python(onnx.helper.get_attribute_value(known.attributes[name].default_value))
+    return defaults
+
+
+def _python(value: Any) -> Any:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,457 @@
+"""`Model`: an ONNX graph as a JAX function of its weights and inputs."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from transmuter import reading
+from transmuter.errors import InputError
+from transmuter.lowering import evaluation
+from transmuter.lowering.arrays import canonical, cast, compute_dtype, computed, is_string
+from transmuter.staging import exact_dtypes, staged
+
+_SMALL = 16
+"""Up to so many elements, a float initializer is a known value and no param (unless the model is trainable)."""
+_SMALL_INTEGERS = 1024
+"""The same for integers and booleans, which hold shapes, axes and index tables."""
+_BAKED_WARNING = 16 << 20
+_FLOATS = {np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A graph input or output: its name, dtype and shape, in which a free dimension is its symbol, or None.
+
+    Values that are no tensors (sequences, optionals, maps) have their ONNX type in `kind`, and neither dtype nor shape.
+    """
+
+    name: str
+    dtype: np.dtype | None
+    shape: tuple[int | str | None, ...] | None
+    kind: str = "tensor"
+
+    def __str__(self) -> str:
+        if self.kind != "tensor":
+            return f"{self.name}: {self.kind}"
+        shape = "?" if self.shape is None else ", ".join("?" if d is None else str(d) for d in self.shape)
+        return f"{self.name}: {'string' if self.dtype == object else self.dtype.name}[{shape}]"
+
+
+def load(
+    source: reading.Source,
+    *,
+    trainable: bool = False,
+    compute_type: str | None = "float32",
+    device: jax.Device | None = None,
+    seed: int = 0,
+) -> Model:
+    """Loads an ONNX model.
+
+    Args:
+        source: A path, the file's bytes, an `onnx.ModelProto`, an `onnx_ir.Model`, or
+            `"hf://org/repo[@revision]/path/to/model.onnx"` for a file on the Hugging Face Hub.
+        trainable: Make every float weight a param. Without it, those of a few elements are constants.
+        compute_type: `"float32"` computes float16 and bfloat16 graphs in float32, as ONNX Runtime does on a CPU; inputs,
+            outputs and params keep their dtypes. None computes in the graph's own dtypes.
+        device: Where the weights live; None is JAX's default device.
+        seed: Seeds random operators where a call gives no key.
+
+    Returns:
+        The model. Nothing refers to the file afterwards.
+
+    Raises:
+        ModelError: The source is no usable ONNX model.
+        HubError: A file of a Hub repository could not be had.
+    """
+    if compute_type not in ("float32", None):
+        raise ValueError(f"compute_type is {compute_type!r}, but must be 'float32' or None.")
+    if isinstance(source, str) and source.startswith("hf://"):
+        from transmuter import hub
+
+        source = hub.fetch_model(source)
+    return Model(reading.read(source), trainable=trainable, compute_type=compute_type, device=device, seed=seed)
+
+
+class Model:
+    """An ONNX graph with its weights.
+
+    Attributes:
+        inputs: `TensorSpec` of each input that a call must give, by name, in graph order.
+        overridable_inputs: `TensorSpec` of each input that has a default among the weights.
+        outputs: `TensorSpec` of each graph output, by name, in graph order.
+        opsets: Version of each operator domain that the graph imports (`""` is ai.onnx).
+        graph: The `onnx_ir.Graph`, sorted, with functions inlined where possible. Read it, do not change it.
+    """
+
+    def __init__(
+        self,
+        weights: reading.Weights,
+        *,
+        trainable: bool,
+        compute_type: str | None,
+        device: jax.Device | None,
+        seed: int,
+    ):
+        self._ir, self.graph = weights.model, weights.model.graph
+        self.compute_type, self.device, self.seed = compute_type, device, seed
+        self.opsets = {("" if d == "ai.onnx" else d): v for d, v in self._ir.opset_imports.items()}
+        given = set(self.graph.initializers.values())
+        specs = {v: _spec(v, weights.host_types) for v in (*self.graph.inputs, *self.graph.outputs)}
+        self.inputs = {v.name: specs[v] for v in self.graph.inputs if v not in given}
+        self.overridable_inputs = {v.name: specs[v] for v in self.graph.inputs if v in given}
+        self.outputs = {v.name: specs[v] for v in self.graph.outputs}
+        self.program = evaluation.Program(self.graph, self._ir.functions, self.opsets)
+        self._store = _Store(device)
+        self._param_values: dict[str, ir.Value] = {}
+        self._buffer_values: dict[str, ir.Value] = {}
+        self._constants: dict[ir.Value, np.ndarray] = {}
+        shapes = self.program.known_initializers()
+        for value, array in weights.arrays.items():
+            if array.dtype in _FLOATS:
+                is_weight = value not in shapes and (trainable or array.size > _SMALL)
+                home = self._param_values if is_weight else None
+            else:
+                limit = _SMALL_INTEGERS if array.dtype.kind in "iub" and array.dtype.isbuiltin else _SMALL
+                is_weight = value not in shapes and array.size > limit and array.dtype != object
+                home = self._buffer_values if is_weight else None
+            if home is None:
+                self._constants[value] = array
+                continue
+            name = value.name if value.name not in self._store else f"{value.name}#{len(self._store)}"
+            home[name] = value
+            self._store.add(name, array)
+        self._warned = False
+
+    # -- weights
+
+    @property
+    def params(self) -> dict[str, jax.Array]:
+        """The float weights by initializer name, as arrays on the device: the pytree that gradients are taken of."""
+        return {name: self._store.get(name) for name in self._param_values}
+
+    @property
+    def buffers(self) -> dict[str, jax.Array]:
+        """Large arrays that are no ordinary float (packed or int8 weights, tables, float8): never differentiated."""
+        return {name: self._store.get(name) for name in self._buffer_values}
+
+    # -- the pure function
+
+    def apply(
+        self,
+        params: Mapping[str, Any],
+        inputs: Mapping[str, Any] | Sequence[Any],
+        *,
+        buffers: Mapping[str, Any] | None = None,
+        key: jax.Array | None = None,
+        outputs: Sequence[str] | None = None,
+    ) -> dict[str, Any]:
+        """The graph as a pure function: use it under `jit`, `grad`, `vmap`, `checkpoint`, `shard_map`, `export`.
+
+        Args:
+            params: Arrays shaped as `model.params`.
+            inputs: Arrays by input name, or in the order of `model.inputs`. Under a transform that hides contents, inputs
+                given as NumPy arrays are constants: one that decides a shape or a branch has to be given like this.
+            buffers: Arrays shaped as `model.buffers`. None is the model's own, which a `jit` around bakes in.
+            key: A JAX random key for random operators. None is that of the model's seed.
+            outputs: Names of graph outputs or of internal values; what they do not need is not run. None is all outputs.
+
+        Returns:
+            Arrays by output name, in the order asked for. Sequences are lists; strings are NumPy object arrays; maps are
+            dicts. With `jax_enable_x64` off, 64-bit results have JAX's 32-bit dtypes; `run` and `compile` keep the model's.
+
+        Raises:
+            InputError: An input, param or output name is missing or unknown, or an array has the wrong dtype or shape.
+            GraphBreakError: A node needs contents that a transform hides.
+            UnsupportedOperatorError: The graph needs an operator without a lowering.
+        """
+        held = self.bind_inputs(inputs)
+        wanted = self.values(outputs)
+        if buffers is None:
+            buffers = self.buffers
+            self._warn_of_baking(buffers)
+        known = staged()
+        values = {v: x if known and isinstance(x, np.ndarray) else _to_jax(x) for v, x in held.items()}
+        if self.unsupported_operators:
+            self._check_supported(values, wanted)
+        return self.evaluate(values, params, buffers, key, wanted)
+
+    def evaluate(
+        self,
+        held: Mapping[ir.Value, Any],
+        params: Mapping[str, Any],
+        buffers: Mapping[str, Any],
+        key: jax.Array | None,
+        wanted: Mapping[str, ir.Value],
+    ) -> dict[str, Any]:
+        """`apply` on bound inputs (`bind_inputs`) and outputs (`values`)."""
+        with self.lowering_dtypes():
+            scope = self.scope(held, params, buffers, key)
+            work = self.program.work(self.graph, tuple(wanted.values()))
+            evaluation.Evaluation(self.program).run(work, scope, keep=frozenset(wanted.values()))
+            return {name: self.declared(value, scope[value]) for name, value in wanted.items()}
+
+    def scope(
+        self, held: Mapping[ir.Value, Any], params: Mapping[str, Any], buffers: Mapping[str, Any], key: jax.Array | None
+    ) -> evaluation.Scope:
+        """The scope in which the graph is evaluated, with weights and inputs in the dtypes that it computes in."""
+        values: dict[ir.Value, Any] = dict(self._constants)
+        for kind, homes, arrays in (("param", self._param_values, params), ("buffer", self._buffer_values, buffers)):
+            if arrays.keys() != homes.keys():
+                odd = sorted(arrays.keys() ^ homes.keys())[0]
+                what = "is missing" if odd in homes else "is unknown"
+                raise InputError(f"The {kind} {odd!r} {what}. Give a dict with the keys of model.{kind}s.")
+            values.update({homes[name]: array for name, array in arrays.items()})
+        values.update(held)
+        if self.compute_type is not None:
+            values = {value: _computed(array) for value, array in values.items()}
+        return evaluation.Scope(values, self.opsets, key=jax.random.key(self.seed) if key is None and self.is_random else key)
+
+    def lowering_dtypes(self) -> _ComputeDtype:
+        """A context in which lowerings compute in the model's compute type."""
+        return _ComputeDtype(self.compute_type)
+
+    def declared(self, value: ir.Value, result: Any) -> Any:
+        """A result in the half-precision dtype that the graph declares for it, where the graph computed in float32."""
+        if self.compute_type is None or value.dtype is None:
+            return result
+        wanted = value.dtype.numpy()
+        if computed(wanted) == wanted:
+            return result
+        return jax.tree.map(lambda x: cast(x, wanted), result)
+
+    @functools.cached_property
+    def is_random(self) -> bool:
+        """Whether the graph draws random numbers."""
+        return self.program.is_random(self.graph)
+
+    # -- inputs and outputs
+
+    def bind_inputs(self, inputs: Mapping[str, Any] | Sequence[Any]) -> dict[ir.Value, Any]:
+        """Checks a call's inputs and maps the graph's values to them."""
+        if not isinstance(inputs, Mapping):
+            if not isinstance(inputs, (list, tuple)):
+                raise InputError(
+                    f"The inputs are a {type(inputs).__name__}. Give a dict by name, or a list in the order of model.inputs."
+                )
+            if len(inputs) != len(self.inputs):
+                raise InputError(f"{len(inputs)} inputs are given. The model takes {self._signature()}.")
+            inputs = dict(zip(self.inputs, inputs, strict=True))
+        for name in inputs:
+            if name not in self.inputs and name not in self.overridable_inputs:
+                raise InputError(f"There is no input {name!r}. The model takes {self._signature()}.")
+        for name, spec in self.inputs.items():
+            if name not in inputs and not spec.kind.startswith("optional"):
+                raise InputError(f"The input {name!r} is missing. The model takes {self._signature()}.")
+        specs = {**self.inputs, **self.overridable_inputs}
+        return {v: accept(specs[v.name], inputs.get(v.name)) for v in self._input_values if v.name in inputs or v.name in self.inputs}
+
+    @functools.cached_property
+    def _input_values(self) -> list[ir.Value]:
+        return list(self.graph.inputs)
+
+    def _signature(self) -> str:
+        return ", ".join(map(str, self.inputs.values())) or "no inputs"
+
+    def values(self, outputs: Sequence[str] | None) -> dict[str, ir.Value]:
+        """The graph's values of those names; None is the graph's outputs."""
+        if outputs is None:
+            return {v.name: v for v in self.graph.outputs}
+        if isinstance(outputs, str):
+            raise InputError(f"outputs is the string {outputs!r}. Give a list of names.")
+        found = {}
+        for name in outputs:
+            if name not in self._named:
+                raise InputError(f"There is no value {name!r} in the graph. Its outputs are {', '.join(self.outputs)}.")
+            found[name] = self._named[name]
+        return found
+
+    @functools.cached_property
+    def _named(self) -> dict[str, ir.Value]:
+        named = {v.name: v for v in (*self.graph.inputs, *self.graph.initializers.values())}
+        for node in self.graph:
+            named.update({v.name: v for v in node.outputs if v.name})
+        return named
+
+    # -- what it holds
+
+    @functools.cached_property
+    def unsupported_operators(self) -> dict[str, tuple[str, ...]]:
+        """Operators of the graph that have no lowering, with the names of their nodes."""
+        return self.program.unsupported()
+
+    @functools.cached_property
+    def operators(self) -> Counter[str]:
+        """How many nodes of each operator the model has, in subgraphs and functions too."""
+        return Counter(evaluation.operator_name(node) for graph in self._ir.graphs() for node in graph)
+
+    def __repr__(self) -> str:
+        from transmuter.inspection import summary
+
+        return summary(self)
+
+    def _warn_of_baking(self, buffers: Mapping[str, jax.Array]) -> None:
+        size = sum(b.nbytes for b in buffers.values())
+        if size > _BAKED_WARNING and not self._warned and staged():
+            self._warned = True
+            warnings.warn(
+                f"{size >> 20} MiB of the model's buffers become constants of the surrounding jit. "
+                "Pass buffers=model.buffers as an argument of the jitted function instead.",
+                stacklevel=4,
+            )
+
+    def _check_supported(self, held: Mapping[ir.Value, Any], wanted: Mapping[str, ir.Value]) -> None:
+        """Raises before anything runs if the branches that known conditions pick need an unsupported operator."""
+        found: dict[str, list[str]] = {}
+        hidden = {v: x for v, x in held.items() if isinstance(x, jax.Array) and (x.size > _SMALL or staged())}
+
+        def trace(hidden: dict[str, Any]) -> None:
+            named = {v: hidden[v.name] for v in held if v.name in hidden}
+            with self.lowering_dtypes():
+                key = jax.random.key(self.seed)
+                scope = self.scope({**held, **named}, self.params, self.buffers, key)
+                evaluating = evaluation.Evaluation(self.program, breaks=[], unsupported=found)
+                waiting = evaluating.run(self.program.work(self.graph, tuple(wanted.values())), scope)
+                behind = {v.name for item in waiting for v in item.outputs}
+                for name, nodes in self.unsupported_operators.items():
+                    found.setdefault(name, []).extend(node for node in nodes if node in behind)
+
+        jax.eval_shape(trace, {v.name: x for v, x in hidden.items()})
+        if found:
+            from transmuter.errors import UnsupportedOperatorError
+
+            raise UnsupportedOperatorError({name: list(dict.fromkeys(nodes)) for name, nodes in found.items()})
+
+
+class _ComputeDtype:
+    """Sets `arrays.compute_dtype` for a block."""
+
+    def __init__(self, compute_type: str | None):
+        self._dtype = None if compute_type is None else np.dtype(compute_type)
+
+    def __enter__(self) -> None:
+        self._token = compute_dtype.set(self._dtype)
+
+    def __exit__(self, *_: object) -> None:
+        compute_dtype.reset(self._token)
+
+
+class _Store:
+    """Weights by name: host arrays, each put on the device when it is first asked for."""
+
+    def __init__(self, device: jax.Device | None):
+        self._device = device
+        self._host: dict[str, np.ndarray] = {}
+        self._on_device: dict[str, jax.Array] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._host or name in self._on_device
+
+    def __len__(self) -> int:
+        return len(self._host) + len(self._on_device)
+
+    def add(self, name: str, array: np.ndarray) -> None:
+        self._host[name] = array
+
+    def get(self, name: str) -> jax.Array:
+        if name in self._host:
+            with exact_dtypes(), jax.ensure_compile_time_eval():
+                self._on_device[name] = jax.device_put(self._host[name], self._device, may_alias=True)
+            del self._host[name]
+        return self._on_device[name]
+
+
+def _computed(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_computed(item) for item in value]
+    if not isinstance(value, (np.ndarray, jax.Array)) or computed(value.dtype) == value.dtype:
+        return value
+    return cast(value, computed(value.dtype))
+
+
+def _to_jax(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_to_jax(item) for item in value]
+    if not isinstance(value, np.ndarray) or is_string(value):
+        return value
+    return jax.numpy.asarray(value)
+
+
+def _spec(value: ir.Value, host_types: Mapping[str, str]) -> TensorSpec:
+    if value.name in host_types:
+        return TensorSpec(value.name, None, None, host_types[value.name])
+    if value.type is None:
+        return TensorSpec(value.name, None, None, "value")
+    if not isinstance(value.type, ir.TensorType):
+        kind = reading.spell(ir.to_proto(value).type)
+        return TensorSpec(value.name, None, None, kind)
+    shape = None
+    if value.shape is not None:
+        shape = tuple(d if isinstance(d, int) else d.value for d in value.shape)
+    return TensorSpec(value.name, value.dtype.numpy(), shape)
+
+
+def accept(spec: TensorSpec, value: Any) -> Any:
+    """A call's value for an input, checked against its spec: a NumPy or JAX array, a list for a sequence.
+
+    Arrays must have the input's dtype; Python numbers and lists take it if that loses nothing. With `jax_enable_x64` off,
+    a JAX array may have the 32-bit counterpart of a 64-bit dtype, since JAX then has no other.
+
+    Raises:
+        InputError: It is no array of the wanted dtype, rank and fixed dimensions.
+    """
+    if spec.kind != "tensor":
+        return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else _plain(value)
+    if isinstance(value, jax.Array):
+        if value.dtype != spec.dtype and (jax.config.jax_enable_x64 or value.dtype != canonical(spec.dtype)):
+            raise _wrong(spec, f"is {value.dtype.name}")
+    else:
+        value = _as_numpy(spec, value)
+    if spec.shape is not None:
+        given = value.shape
+        fixed = all(not isinstance(w, int) or not isinstance(g, int) or w == g for w, g in zip(spec.shape, given, strict=False))
+        if len(given) != len(spec.shape) or not fixed:
+            raise _wrong(spec, f"has the shape {list(given)}")
+    return value
+
+
+def _as_numpy(spec: TensorSpec, value: Any) -> np.ndarray:
+    if value is None or isinstance(value, (dict, set)):
+        raise _wrong(spec, f"is {type(value).__name__}")
+    literal = isinstance(value, (bool, int, float, str, list, tuple))
+    try:
+        array = np.asarray(value)
+    except Exception as error:
+        raise _wrong(spec, f"is no array ({error})") from error
+    if spec.dtype == object:
+        if array.dtype.kind in "UTO" and all(isinstance(s, str) for s in array.reshape(-1).tolist()):
+            return array.astype(object)
+        raise _wrong(spec, f"is {array.dtype.name}")
+    if array.dtype == spec.dtype:
+        return array
+    if literal and array.dtype != object:
+        with np.errstate(all="ignore"):
+            wanted = array.astype(spec.dtype)
+        same_kind = array.dtype.kind == spec.dtype.kind or spec.dtype.kind not in "iub" or (array.dtype.kind, spec.dtype.kind) == ("i", "u")
+        if array.size == 0 or (same_kind and (spec.dtype in _FLOATS or np.array_equal(wanted.astype(array.dtype), array))):
+            return wanted
+    raise _wrong(spec, f"is {array.dtype.name}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return np.asarray(value) if isinstance(value, np.generic) else value
+
+
+def _wrong(spec: TensorSpec, what: str) -> InputError:
+    return InputError(f"The input {spec.name!r} {what}, but the model takes {spec}. Convert it first.")
