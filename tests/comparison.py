@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 
-def assert_equal(actual: Any, expected: Any, *, rtol: float = 1e-3, atol: float = 1e-4, where: str = "result", values: bool = True) -> None:
+def assert_equal(
+    actual: Any, expected: Any, *, rtol: float = 1e-3, atol: float = 1e-4, where: str = "result", values: bool = True
+) -> None:
     """Same kind, dtype and shape; integers, booleans and strings exactly, floats within `atol + rtol * |expected|`.
 
     Sequences and maps are compared element by element. Without `values`, only kind, dtype and shape count.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,23 +112,22 @@ class Model:
         self.outputs = {v.name: specs[v] for v in self.graph.outputs}
         self.program = evaluation.Program(self.graph, self._ir.functions, self.opsets)
         self._store = _Store(device)
-        self._param_values: dict[str, ir.Value] = {}
-        self._buffer_values: dict[str, ir.Value] = {}
+        self._homes: dict[str, dict[str, ir.Value]] = {"param": {}, "buffer": {}}
         self._constants: dict[ir.Value, np.ndarray] = {}
-        shapes = self.program.known_initializers()
+        contents_needed = self.program.known_initializers()
         for value, array in weights.arrays.items():
-            if array.dtype in _FLOATS:
-                is_weight = value not in shapes and (trainable or array.size > _SMALL)
-                home = self._param_values if is_weight else None
+            is_float = array.dtype in _FLOATS
+            if is_float:
+                large = trainable or array.size > _SMALL
             else:
-                limit = _SMALL_INTEGERS if array.dtype.kind in "iub" and array.dtype.isbuiltin else _SMALL
-                is_weight = value not in shapes and array.size > limit and array.dtype != object
-                home = self._buffer_values if is_weight else None
-            if home is None:
+                large = array.size > (
+                    _SMALL_INTEGERS if array.dtype.kind in "iub" and array.dtype.isbuiltin else _SMALL
+                )
+            if not large or value in contents_needed or array.dtype == object:
                 self._constants[value] = array
                 continue
             name = value.name if value.name not in self._store else f"{value.name}#{len(self._store)}"
-            home[name] = value
+            self._homes["param" if is_float else "buffer"][name] = value
             self._store.add(name, array)
         self._warned = False
 
@@ -137,12 +136,48 @@ class Model:
     @property
     def params(self) -> dict[str, jax.Array]:
         """The float weights by initializer name, as arrays on the device: the pytree that gradients are taken of."""
-        return {name: self._store.get(name) for name in self._param_values}
+        return {name: self._store.get(name) for name in self._homes["param"]}
 
     @property
     def buffers(self) -> dict[str, jax.Array]:
         """Large arrays that are no ordinary float (packed or int8 weights, tables, float8): never differentiated."""
-        return {name: self._store.get(name) for name in self._buffer_values}
+        return {name: self._store.get(name) for name in self._homes["buffer"]}
+
+    @functools.cached_property
+    def shapes(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+        """Shape and dtype of each weight by name, under `"param"` and `"buffer"`."""
+        return {kind: {name: self._store.shape(name) for name in homes} for kind, homes in self._homes.items()}
+
+    @functools.cached_property
+    def weight_values(self) -> dict[ir.Value, tuple[str, str]]:
+        """The graph's values that are weights, with their kind (`"param"`, `"buffer"`) and name."""
+        return {value: (kind, name) for kind, homes in self._homes.items() for name, value in homes.items()}
+
+    def is_constant(self, value: ir.Value) -> bool:
+        """Whether `value` is an initializer that is a known value."""
+        return value in self._constants
+
+    def weight(self, name: str) -> jax.Array:
+        """One param or buffer, as an array on the device."""
+        return self._store.get(name)
+
+    def replace_weight(self, name: str, prepared: jax.Array, restore: Callable[[jax.Array], jax.Array]) -> None:
+        """Frees a weight of which a `prepared` copy exists, from which `restore` gets it back when somebody asks."""
+        self._store.replace(name, prepared, restore)
+
+    def check_weights(self, kind: str, given: Mapping[str, Any]) -> None:
+        """Raises `InputError` unless `given` has the names and shapes of the model's params or buffers."""
+        shapes = self.shapes[kind]
+        if given.keys() != shapes.keys():
+            odd = sorted(given.keys() ^ shapes.keys())[0]
+            what = "is missing" if odd in shapes else "is unknown"
+            raise InputError(f"The {kind} {odd!r} {what}. Give a dict with the keys of model.{kind}s.")
+        for name, array in given.items():
+            if np.shape(array) != shapes[name].shape:
+                raise InputError(
+                    f"The {kind} {name!r} has the shape {list(np.shape(array))}, not {list(shapes[name].shape)}. "
+                    f"Give arrays shaped as in model.{kind}s."
+                )
 
     # -- the pure function
 
@@ -174,12 +209,24 @@ class Model:
             GraphBreakError: A node needs contents that a transform hides.
             UnsupportedOperatorError: The graph needs an operator without a lowering.
         """
-        held = self.bind_inputs(inputs)
+        return self.apply_bound(self.bind_inputs(inputs), params, buffers=buffers, key=key, outputs=outputs)
+
+    def apply_bound(
+        self,
+        held: Mapping[ir.Value, Any],
+        params: Mapping[str, Any] | None = None,
+        *,
+        buffers: Mapping[str, Any] | None = None,
+        key: jax.Array | None = None,
+        outputs: Sequence[str] | None = None,
+    ) -> dict[str, Any]:
+        """`apply` on inputs that `bind_inputs` has checked; the model's own params where none are given."""
         wanted = self.values(outputs)
-        if buffers is None:
-            buffers = self.buffers
-            self._warn_of_baking(buffers)
         known = staged()
+        if params is None or buffers is None:
+            params = self.params if params is None else params
+            buffers = self.buffers if buffers is None else buffers
+            self._warn_of_baking(buffers)
         values = {v: x if known and isinstance(x, np.ndarray) else _to_jax(x) for v, x in held.items()}
         if self.unsupported_operators:
             self._check_supported(values, wanted)
@@ -193,28 +240,28 @@ class Model:
         key: jax.Array | None,
         wanted: Mapping[str, ir.Value],
     ) -> dict[str, Any]:
-        """`apply` on bound inputs (`bind_inputs`) and outputs (`values`)."""
+        """`apply` on checked inputs (`bind_inputs`) and outputs (`values`)."""
+        self.check_weights("param", params)
+        self.check_weights("buffer", buffers)
+        weights = {
+            value: (params if kind == "param" else buffers)[name] for value, (kind, name) in self.weight_values.items()
+        }
         with self.lowering_dtypes():
-            scope = self.scope(held, params, buffers, key)
+            scope = self.scope(held, weights, key)
             work = self.program.work(self.graph, tuple(wanted.values()))
             evaluation.Evaluation(self.program).run(work, scope, keep=frozenset(wanted.values()))
             return {name: self.declared(value, scope[value]) for name, value in wanted.items()}
 
     def scope(
-        self, held: Mapping[ir.Value, Any], params: Mapping[str, Any], buffers: Mapping[str, Any], key: jax.Array | None
+        self, held: Mapping[ir.Value, Any], weights: Mapping[ir.Value, Any], key: jax.Array | None
     ) -> evaluation.Scope:
-        """The scope in which the graph is evaluated, with weights and inputs in the dtypes that it computes in."""
-        values: dict[ir.Value, Any] = dict(self._constants)
-        for kind, homes, arrays in (("param", self._param_values, params), ("buffer", self._buffer_values, buffers)):
-            if arrays.keys() != homes.keys():
-                odd = sorted(arrays.keys() ^ homes.keys())[0]
-                what = "is missing" if odd in homes else "is unknown"
-                raise InputError(f"The {kind} {odd!r} {what}. Give a dict with the keys of model.{kind}s.")
-            values.update({homes[name]: array for name, array in arrays.items()})
-        values.update(held)
+        """A scope for the graph, with the weights and inputs in the dtypes that it computes in."""
+        values: dict[ir.Value, Any] = {**self._constants, **weights, **held}
         if self.compute_type is not None:
             values = {value: _computed(array) for value, array in values.items()}
-        return evaluation.Scope(values, self.opsets, key=jax.random.key(self.seed) if key is None and self.is_random else key)
+        if key is None and self.is_random:
+            key = jax.random.key(self.seed)
+        return evaluation.Scope(values, self.opsets, key=key)
 
     def lowering_dtypes(self) -> _ComputeDtype:
         """A context in which lowerings compute in the model's compute type."""
@@ -253,7 +300,11 @@ class Model:
             if name not in inputs and not spec.kind.startswith("optional"):
                 raise InputError(f"The input {name!r} is missing. The model takes {self._signature()}.")
         specs = {**self.inputs, **self.overridable_inputs}
-        return {v: accept(specs[v.name], inputs.get(v.name)) for v in self._input_values if v.name in inputs or v.name in self.inputs}
+        return {
+            v: accept(specs[v.name], inputs.get(v.name))
+            for v in self._input_values
+            if v.name in inputs or v.name in self.inputs
+        }
 
     @functools.cached_property
     def _input_values(self) -> list[ir.Value]:
@@ -317,8 +368,9 @@ class Model:
         def trace(hidden: dict[str, Any]) -> None:
             named = {v: hidden[v.name] for v in held if v.name in hidden}
             with self.lowering_dtypes():
-                key = jax.random.key(self.seed)
-                scope = self.scope({**held, **named}, self.params, self.buffers, key)
+                scope = self.scope(
+                    {**held, **named}, {v: self.weight(name) for v, (_, name) in self.weight_values.items()}, None
+                )
                 evaluating = evaluation.Evaluation(self.program, breaks=[], unsupported=found)
                 waiting = evaluating.run(self.program.work(self.graph, tuple(wanted.values())), scope)
                 behind = {v.name for item in waiting for v in item.outputs}
@@ -352,17 +404,32 @@ class _Store:
         self._device = device
         self._host: dict[str, np.ndarray] = {}
         self._on_device: dict[str, jax.Array] = {}
+        self._shapes: dict[str, jax.ShapeDtypeStruct] = {}
+        self._prepared: dict[str, tuple[jax.Array, Callable[[jax.Array], jax.Array]]] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._host or name in self._on_device
+        return name in self._shapes
 
     def __len__(self) -> int:
-        return len(self._host) + len(self._on_device)
+        return len(self._shapes)
 
     def add(self, name: str, array: np.ndarray) -> None:
         self._host[name] = array
+        self._shapes[name] = jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+    def shape(self, name: str) -> jax.ShapeDtypeStruct:
+        return self._shapes[name]
+
+    def replace(self, name: str, prepared: jax.Array, restore: Callable[[jax.Array], jax.Array]) -> None:
+        self._prepared[name] = prepared, restore
+        self._on_device.pop(name, None)
+        self._host.pop(name, None)
 
     def get(self, name: str) -> jax.Array:
+        if name not in self._on_device and name in self._prepared:
+            prepared, restore = self._prepared.pop(name)
+            with exact_dtypes(), jax.ensure_compile_time_eval():
+                self._on_device[name] = restore(prepared)
         if name in self._host:
             with exact_dtypes(), jax.ensure_compile_time_eval():
                 self._on_device[name] = jax.device_put(self._host[name], self._device, may_alias=True)
@@ -418,7 +485,9 @@ def accept(spec: TensorSpec, value: Any) -> Any:
         value = _as_numpy(spec, value)
     if spec.shape is not None:
         given = value.shape
-        fixed = all(not isinstance(w, int) or not isinstance(g, int) or w == g for w, g in zip(spec.shape, given, strict=False))
+        fixed = all(
+            not isinstance(w, int) or not isinstance(g, int) or w == g for w, g in zip(spec.shape, given, strict=False)
+        )
         if len(given) != len(spec.shape) or not fixed:
             raise _wrong(spec, f"has the shape {list(given)}")
     return value
@@ -441,8 +510,14 @@ def _as_numpy(spec: TensorSpec, value: Any) -> np.ndarray:
     if literal and array.dtype != object:
         with np.errstate(all="ignore"):
             wanted = array.astype(spec.dtype)
-        same_kind = array.dtype.kind == spec.dtype.kind or spec.dtype.kind not in "iub" or (array.dtype.kind, spec.dtype.kind) == ("i", "u")
-        if array.size == 0 or (same_kind and (spec.dtype in _FLOATS or np.array_equal(wanted.astype(array.dtype), array))):
+        same_kind = (
+            array.dtype.kind == spec.dtype.kind
+            or spec.dtype.kind not in "iub"
+            or (array.dtype.kind, spec.dtype.kind) == ("i", "u")
+        )
+        if array.size == 0 or (
+            same_kind and (spec.dtype in _FLOATS or np.array_equal(wanted.astype(array.dtype), array))
+        ):
             return wanted
     raise _wrong(spec, f"is {array.dtype.name}")
 

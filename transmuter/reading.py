@@ -54,7 +54,9 @@ def read(source: Source) -> Weights:
         try:
             proto = ir.to_proto(source)
         except Exception as error:
-            raise ModelError(f"The onnx_ir model cannot be serialized: {error}. Check it with onnx_ir first.") from error
+            raise ModelError(
+                f"The onnx_ir model cannot be serialized: {error}. Check it with onnx_ir first."
+            ) from error
         return _build(proto, _Tensors(base))
     if isinstance(source, onnx.ModelProto):
         proto = onnx.ModelProto()
@@ -338,7 +340,9 @@ def _check_versions(proto: onnx.ModelProto) -> None:
     if not proto.HasField("graph") or not proto.graph.output:
         raise ModelError("The model has no graph with outputs: it is empty, or no ONNX model. Export it again.")
     if proto.ir_version < 3:
-        raise ModelError(f"The model has IR version {proto.ir_version}, and the first stable one is 3. Export it again.")
+        raise ModelError(
+            f"The model has IR version {proto.ir_version}, and the first stable one is 3. Export it again."
+        )
     newest = onnx.defs.onnx_opset_version()
     for imports in (proto.opset_import, *(function.opset_import for function in proto.functions)):
         for entry in imports:

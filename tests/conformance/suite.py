@@ -30,7 +30,9 @@ class Case:
 
     @property
     def is_random(self) -> bool:
-        return any(_draws(node, dict(zip(input_names(self.model), self.data[0][0]))) for node in _nodes(self.model.graph))
+        return any(
+            _draws(node, dict(zip(input_names(self.model), self.data[0][0]))) for node in _nodes(self.model.graph)
+        )
 
 
 @functools.cache
@@ -52,7 +54,14 @@ def _node_cases() -> list[Case]:
 
         collected = collect_testcases(None)
     return [
-        Case(c.name, "node", c.model, c.rtol, c.atol, [([_array(v) for v in i], [_array(v) for v in o]) for i, o in c.data_sets])
+        Case(
+            c.name,
+            "node",
+            c.model,
+            c.rtol,
+            c.atol,
+            [([_array(v) for v in i], [_array(v) for v in o]) for i, o in c.data_sets],
+        )
         for c in collected
     ]
 

@@ -86,6 +86,10 @@ def contents(value: Any) -> np.ndarray | None:
     return np.asarray(value)
 
 
+class NeedsContents(Exception):
+    """Raised by a lowering that finds only as it runs that it needs the contents of the operand of this name."""
+
+
 # ---- dtypes -------------------------------------------------------------------------------------------------------
 
 _WIDE_IN_32_BITS = {

@@ -8,7 +8,7 @@ A node that needs contents which are hidden raises `Break`; `segments` collects 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import onnx_ir as ir
 from transmuter.errors import GraphBreakError, LoweringError, ModelError, TransmuterError, UnsupportedOperatorError
 from transmuter.lowering import registry
 from transmuter.lowering.arrays import (
+    NeedsContents,
     cast,
     compute_dtype,
     computed,
@@ -30,6 +31,7 @@ from transmuter.lowering.arrays import (
     narrow,
     traced,
 )
+
 
 class _Pending:
     """Stands for a value that does not exist yet: it waits for a graph break."""
@@ -54,6 +56,12 @@ class Break(Exception):
     def __init__(self, node: ir.Node, position: int, operand: str, inside: Break | None = None):
         super().__init__(node, position, operand)
         self.node, self.position, self.operand, self.inside = node, position, operand, inside
+
+    def values(self) -> list[ir.Value]:
+        """The operands whose contents would do: all of them where the need arises inside of a subgraph."""
+        operands = [v for v in self.node.inputs if v is not None]
+        at = self.node.inputs[self.position] if self.position < len(self.node.inputs) else None
+        return operands if self.inside is not None or at is None else [at]
 
 
 @dataclass(frozen=True)
@@ -116,7 +124,10 @@ class Subgraph:
         """Whether a node inside draws random numbers, so that each call needs a key of its own."""
         return self._evaluation.program.is_random(self.graph)
 
-    def __call__(self, *args: Any, key: jax.Array | None = None) -> tuple[Any, ...]:
+    def __call__(
+        self, *args: Any, key: jax.Array | None = None, outputs: Sequence[int] | None = None
+    ) -> tuple[Any, ...]:
+        """The graph's outputs, or those at the positions `outputs`, which only need the args that `reads` tells."""
         outer = self._scope
         scope = Scope(
             dict(zip(self.graph.inputs, args, strict=True)),
@@ -125,7 +136,17 @@ class Subgraph:
             attributes=outer.attributes,
             key=outer.key if key is None else key,
         )
-        return self._evaluation.graph(self.graph, scope)
+        return self._evaluation.graph(self.graph, scope, self._outputs(outputs))
+
+    def reads(self, outputs: Sequence[int]) -> set[int]:
+        """Positions of the graph's inputs which the outputs at these positions are computed from."""
+        wanted, program = self._outputs(outputs), self._evaluation.program
+        read = {*wanted, *(v for node in program.work(self.graph, wanted) for v in program.operands(node))}
+        return {i for i, value in enumerate(self.graph.inputs) if value in read}
+
+    def _outputs(self, positions: Sequence[int] | None) -> tuple[ir.Value, ...]:
+        outputs = tuple(self.graph.outputs)
+        return outputs if positions is None else tuple(outputs[i] for i in positions)
 
     def captures(self) -> list[ir.Value]:
         """The outer values that the graph reads."""
@@ -146,7 +167,9 @@ class Subgraph:
 class Program:
     """What is fixed about a model's graph: bound nodes, captures, order of work."""
 
-    def __init__(self, graph: ir.Graph, functions: Mapping[ir.OperatorIdentifier, ir.Function], opsets: Mapping[str, int]):
+    def __init__(
+        self, graph: ir.Graph, functions: Mapping[ir.OperatorIdentifier, ir.Function], opsets: Mapping[str, int]
+    ):
         self.graph, self.functions, self.opsets = graph, functions, opsets
         self._bound: dict[ir.Node, Bound] = {}
         self._captures: dict[ir.Graph, tuple[ir.Value, ...]] = {}
@@ -172,9 +195,10 @@ class Program:
         return self._work[key]
 
     def captures(self, graph: ir.Graph) -> tuple[ir.Value, ...]:
-        """The values of enclosing graphs that `graph`, or a graph inside it, reads."""
+        """The values that `graph`, or a graph inside it, reads from the scope around: those of enclosing graphs, and its
+        own initializers."""
         if graph not in self._captures:
-            own: set[ir.Value] = {*graph.inputs, *graph.initializers.values()}
+            own: set[ir.Value] = set(graph.inputs)
             read: dict[ir.Value, None] = {}
             for node in graph:
                 own.update(node.outputs)
@@ -192,10 +216,11 @@ class Program:
     def is_random(self, graph: ir.Graph) -> bool:
         """Whether a node of `graph`, or of a graph or function inside it, draws random numbers."""
         if graph not in self._random:
-            self._random[graph] = any(self._draws(node) for node in graph)
+            self._random[graph] = any(self.draws(node) for node in graph)
         return self._random[graph]
 
-    def _draws(self, node: ir.Node) -> bool:
+    def draws(self, node: ir.Node) -> bool:
+        """Whether a node draws random numbers; one with a training mode that is not given does not."""
         function = self.functions.get(node.op_identifier())
         if function is not None:
             return self.is_random(function.graph)
@@ -204,7 +229,10 @@ class Program:
             return any(self.is_random(graph) for graph in inner)
         domain = _domain(node)
         lowering = registry.find(domain, node.op_type, self.opsets.get(domain, 1))
-        return lowering is not None and "key" in lowering.fills
+        if lowering is None or "key" not in lowering.fills or "training_mode" not in lowering.operands:
+            return lowering is not None and "key" in lowering.fills
+        position = lowering.operands.index("training_mode")
+        return position < len(node.inputs) and node.inputs[position] is not None
 
     def known_initializers(self) -> set[ir.Value]:
         """Initializers that some node needs the contents of: shapes, axes, pads."""
@@ -296,9 +324,7 @@ class Program:
         proto.attribute.extend(ir.to_proto(a) for a in resolved(node, scope).values())
         types = [_type_proto(operand).SerializeToString() for operand in operands]
         body_version = max(v for v in schema.context_dependent_function_opset_versions if v <= version)
-        body = schema.get_context_dependent_function_with_opset_version(
-            body_version, proto.SerializeToString(), types
-        )
+        body = schema.get_context_dependent_function_with_opset_version(body_version, proto.SerializeToString(), types)
         return _function(body)
 
 
@@ -307,6 +333,7 @@ class Evaluation:
 
     With `breaks` (a list) a node that needs hidden contents is appended to it with the operand it needs, and what depends on
     it waits; without, it raises `GraphBreakError`. `unsupported` collects operators without a lowering in the same way.
+    `promote` is asked about operands whose contents would avoid a break, and raises where it can make them known.
     """
 
     def __init__(
@@ -315,8 +342,9 @@ class Evaluation:
         *,
         breaks: list[Break] | None = None,
         unsupported: dict[str, list[str]] | None = None,
+        promote: Callable[[Sequence[ir.Value]], None] | None = None,
     ):
-        self.program, self.breaks, self.unsupported = program, breaks, unsupported
+        self.program, self.breaks, self.unsupported, self.promote = program, breaks, unsupported, promote
 
     def run(self, work: Sequence[Work], scope: Scope, keep: frozenset[ir.Value] | None = None) -> list[Work]:
         """Evaluates `work` in `scope` and returns what waits for a break.
@@ -344,6 +372,8 @@ class Evaluation:
             except Break as needed:
                 if self.breaks is None:
                     raise self._error(needed) from None
+                if self.promote is not None:
+                    self.promote(needed.values())
                 self.breaks.append(needed)
                 self._wait(item, scope, waiting)
             except UnsupportedOperatorError as error:
@@ -381,6 +411,8 @@ class Evaluation:
         """Runs the branch of a known condition as part of the graph around it, so that a break inside breaks only
         what depends on it. Returns what waits."""
         condition = contents(scope[node.inputs[0]])
+        if condition is None and self.promote is not None:
+            self.promote([node.inputs[0]])
         if condition is None:
             self.node(node, scope)  # both branches, or a break
             return []
@@ -389,11 +421,13 @@ class Evaluation:
         self._bind_outputs(Bind(tuple(node.outputs), tuple(branch.outputs)), scope, waiting)
         return waiting
 
-    def graph(self, graph: ir.Graph, scope: Scope) -> tuple[Any, ...]:
-        """The outputs of `graph`; `scope` holds its inputs. A break anywhere inside is one of the node around it."""
-        for item in self.program.work(graph, graph.outputs):
+    def graph(self, graph: ir.Graph, scope: Scope, outputs: Sequence[ir.Value] | None = None) -> tuple[Any, ...]:
+        """The outputs of `graph`, or these of its values; `scope` holds its inputs. A break anywhere inside is one of the
+        node around it."""
+        outputs = graph.outputs if outputs is None else outputs
+        for item in self.program.work(graph, outputs):
             self.node(item, scope)
-        return tuple(scope[value] for value in graph.outputs)
+        return tuple(scope[value] for value in outputs)
 
     def function(self, function: ir.Function, node: ir.Node, operands: Sequence[Any], scope: Scope) -> tuple[Any, ...]:
         """The outputs of a call of `function`, which has a scope, an opset and attributes of its own."""
@@ -422,7 +456,9 @@ class Evaluation:
                 results = self.function(function, node, operands, scope)
             else:
                 results = self._lower(node, bound, operands, scope)
-        except (Break, TransmuterError):
+        except Break as needed:  # of a node of a subgraph or function: it is this one that waits
+            raise needed if needed.node is node else Break(node, needed.position, needed.operand, needed) from None
+        except TransmuterError:
             raise
         except Exception as error:
             raise LoweringError(_failure(node, bound, operands, scope, error)) from error
@@ -430,7 +466,9 @@ class Evaluation:
             scope.values[value] = result
         for value in node.outputs[len(results) :]:
             if value.name:
-                raise LoweringError(f"{describe(node)} has {len(node.outputs)} outputs, but {len(results)} are defined.")
+                raise LoweringError(
+                    f"{describe(node)} has {len(node.outputs)} outputs, but {len(results)} are defined."
+                )
 
     def _lower(self, node: ir.Node, bound: Bound, operands: list[Any], scope: Scope) -> tuple[Any, ...]:
         lowering = bound.lowering
@@ -458,12 +496,16 @@ class Evaluation:
             for name, value in bound.attributes.items()
         }
         if "key" in lowering.fills:
-            attributes["key"] = jax.random.fold_in(scope.key, self.program.number(node))
+            draws = self.program.draws(node)
+            attributes["key"] = jax.random.fold_in(scope.key, self.program.number(node)) if draws else None
         if "output_count" in lowering.fills:
             attributes["output_count"] = len(node.outputs)
         if "opset" in lowering.fills:
             attributes["opset"] = scope.opsets.get(lowering.domain, 1)
-        result = lowering.function(*operands, **attributes)
+        try:
+            result = lowering.function(*operands, **attributes)
+        except NeedsContents as needed:
+            raise Break(node, lowering.operands.index(str(needed)), str(needed)) from None
         results = result if isinstance(result, tuple) else (result,)
         if is_known(operands) and not is_known(results):
             for operand in operands:  # JAX has narrowed the operands itself: raise where that lost something
@@ -472,6 +514,8 @@ class Evaluation:
         return tuple(np.asarray(r) if isinstance(r, (np.generic, int, float, bool)) else r for r in results)
 
     def _error(self, needed: Break) -> GraphBreakError:
+        while needed.inside is not None:
+            needed = needed.inside
         value = needed.node.inputs[needed.position] if needed.position < len(needed.node.inputs) else None
         chain = origin(value) if value is not None else []
         operator = needed.node.op_type
@@ -521,7 +565,9 @@ def resolved(node: ir.Node, scope: Scope) -> dict[str, ir.Attr]:
 
 def describe(node: ir.Node) -> str:
     """How messages call a node: its operator, and its name or else its first output's."""
-    named = f"node {node.name!r}" if node.name else f"the node of {node.outputs[0].name!r}" if node.outputs else "a node"
+    named = (
+        f"node {node.name!r}" if node.name else f"the node of {node.outputs[0].name!r}" if node.outputs else "a node"
+    )
     return f"{named} ({operator_name(node)})"
 
 

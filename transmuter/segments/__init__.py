@@ -1,30 +1,70 @@
-"""Compiled models: segments, plans, prepared weights."""
+"""Compiled models: where the graph breaks, what is compiled between breaks, and the cache of it."""
+
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import jax
-from transmuter.model import Model, _to_jax
+
+from transmuter.model import Model
+from transmuter.segments.executor import CacheInfo, CompiledModel, SegmentInfo
+from transmuter.segments.explanation import BreakReport, Explanation, SegmentReport
 from transmuter.staging import exact_dtypes
 
+__all__ = ["BreakReport", "CacheInfo", "CompiledModel", "Explanation", "SegmentInfo", "SegmentReport", "compile", "run"]
 
-def run(model, inputs, *, outputs=None, key=None):
+
+def run(
+    model: Model,
+    inputs: Mapping[str, Any] | Sequence[Any],
+    *,
+    outputs: Sequence[str] | None = None,
+    key: jax.Array | None = None,
+) -> dict[str, Any]:
+    """Runs a model eagerly, node after node, on its own params.
+
+    Args:
+        model: From `transmuter.load`.
+        inputs: Arrays by input name, or in the order of `model.inputs`.
+        outputs: Names of graph outputs or internal values; what they do not need is not run. None is all outputs.
+        key: A JAX random key for random operators. None is that of the model's seed.
+
+    Returns:
+        Arrays by output name, in the model's dtypes whatever `jax_enable_x64` says.
+
+    Raises:
+        InputError: An input has the wrong name, dtype or shape.
+        UnsupportedOperatorError: The graph needs an operator without a lowering; nothing has run then.
+    """
+    held = model.bind_inputs(inputs)
     with exact_dtypes():
-        return model.apply(model.params, inputs, outputs=outputs, key=key)
+        return model.apply_bound(held, outputs=outputs, key=key)
 
 
-class CompiledModel:
-    """Stand-in."""
+def compile(
+    model: Model,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    *,
+    cache_size: int = 8,
+    static_inputs: Sequence[str] = (),
+    outputs: Sequence[str] | None = None,
+) -> CompiledModel:
+    """Compiles a model with `jax.jit`, in as few segments as its graph allows.
 
-    def __init__(self, model, static=()):
-        self.model = model
+    Args:
+        model: From `transmuter.load`.
+        example_inputs: Inputs to compile for now (and run once on). Without them, the first call compiles.
+        cache_size: For how many signatures (shapes, dtypes, contents of static inputs) each segment stays compiled;
+            those used least recently go first.
+        static_inputs: Inputs whose contents are part of the signature, so that what depends on them is computed while
+            tracing. Scalars and short vectors that decide a shape or a branch are static by themselves.
+        outputs: Names of graph outputs or internal values; what they do not need is not compiled. None is all outputs.
 
-    def __call__(self, inputs):
-        model = self.model
-        with exact_dtypes():
-            held = model.bind_inputs(inputs)
-            wanted = model.values(None)
-            if not all(hasattr(x, "dtype") and x.dtype != object for x in held.values()):
-                return run(model, inputs)
-            return jax.jit(lambda a, p, b: model.evaluate(dict(zip(held, a)), p, b, None, wanted))(list(held.values()), model.params, model.buffers)
-
-
-def compile(model, example_inputs=None):
-    return CompiledModel(model)
+    Raises:
+        InputError: A name is unknown, or an example input does not fit.
+    """
+    compiled = CompiledModel(model, cache_size=cache_size, static_inputs=static_inputs, outputs=outputs)
+    if example_inputs is not None:
+        compiled(example_inputs) if isinstance(example_inputs, Mapping) else compiled(*example_inputs)
+    return compiled

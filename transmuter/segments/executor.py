@@ -1,0 +1,323 @@
+"""`CompiledModel`: finds or builds the segments that a call needs, and runs them and the breaks between them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import onnx_ir as ir
+
+from transmuter.errors import InputError
+from transmuter.lowering.arrays import contents
+from transmuter.lowering.evaluation import Evaluation
+from transmuter.model import Model
+from transmuter.segments import explanation
+from transmuter.segments.preparation import Weight, evaluate, inverse
+from transmuter.segments.segment import Executable, Promote, Segment, Signature, Stage, _decides_branch, is_host
+from transmuter.staging import exact_dtypes, staged
+
+
+@dataclass(frozen=True)
+class SegmentInfo:
+    """One compiled segment: where it stands in a run, what for, and what it cost."""
+
+    depth: int
+    signature: str
+    nodes: int
+    calls: int
+    trace_seconds: float
+    compile_seconds: float
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """Counts of a `CompiledModel`'s cache, and its present segments."""
+
+    hits: int
+    misses: int
+    evictions: int
+    segments: tuple[SegmentInfo, ...]
+
+
+class CompiledModel:
+    """A model compiled for the shapes it is called with. Make one with `transmuter.compile`.
+
+    Call it as `compiled(inputs, *, params=None, buffers=None, key=None)`, or with the inputs as positional arrays. Without
+    `params` the model's own are used, prepared once; given params are arguments like the inputs, so that gradients with
+    respect to them are exact. Inside a caller's `jit`, `checkpoint`, `scan` or `export` it behaves as `model.apply`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        cache_size: int = 8,
+        static_inputs: Sequence[str] = (),
+        outputs: Sequence[str] | None = None,
+    ):
+        if cache_size < 1:
+            raise ValueError(f"cache_size is {cache_size}, but must be at least 1.")
+        self.model, self.cache_size = model, cache_size
+        self._wanted = model.values(outputs)
+        unknown = [name for name in static_inputs if name not in {**model.inputs, **model.overridable_inputs}]
+        if unknown:
+            raise InputError(
+                f"There is no input {unknown[0]!r} to be static. The model's are {', '.join(model.inputs)}."
+            )
+        self._static = {value for value in model.graph.inputs if value.name in static_inputs}
+        self._roots: dict[tuple[tuple[ir.Value, bool], ...], Stage] = {}
+        self._segments: dict[int, OrderedDict[tuple[Stage, Signature], Segment]] = {}
+        self._prepared: dict[str, jax.Array] = {}
+        self._hits = self._misses = self._evictions = self._calls = 0
+        self._lock = threading.RLock()
+
+    def __call__(
+        self,
+        *inputs: Any,
+        params: Mapping[str, Any] | None = None,
+        buffers: Mapping[str, Any] | None = None,
+        key: jax.Array | None = None,
+    ) -> dict[str, Any]:
+        """Runs the model.
+
+        Args:
+            inputs: One dict of arrays by input name, or the arrays in the order of `model.inputs`. Any shapes that the
+                graph accepts: new ones are compiled on their first call.
+            params: Arrays shaped as `model.params`; None is the model's own.
+            buffers: Arrays shaped as `model.buffers`; None is the model's own.
+            key: A JAX random key. None draws anew with each call, from the model's seed.
+
+        Returns:
+            Arrays by output name, in the model's dtypes.
+
+        Raises:
+            InputError: An input or param has the wrong name, dtype or shape.
+            GraphBreakError: The graph breaks at a node whose operand a transform around the call hides.
+        """
+        given = inputs[0] if len(inputs) == 1 and isinstance(inputs[0], Mapping) else inputs
+        model = self.model
+        if staged():
+            own = model.params if params is None else params
+            return model.apply(own, given, buffers=buffers, key=key, outputs=list(self._wanted))
+        held = model.bind_inputs(given)
+        with exact_dtypes():
+            return self._run(held, params, buffers, key)
+
+    # -- what it has done
+
+    def cache_info(self) -> CacheInfo:
+        """Hits, misses and evictions of segments, and each present segment's cost."""
+        with self._lock:
+            infos = tuple(
+                SegmentInfo(
+                    depth,
+                    explanation.spell(segment),
+                    segment.nodes,
+                    segment.calls,
+                    segment.trace_seconds,
+                    segment.compile_seconds,
+                )
+                for depth, cache in sorted(self._segments.items())
+                for segment in cache.values()
+            )
+            return CacheInfo(self._hits, self._misses, self._evictions, infos)
+
+    def cache_clear(self) -> None:
+        """Forgets every segment, its executable, and the prepared weights."""
+        with self._lock:
+            self._segments.clear()
+            self._prepared.clear()
+            self._roots.clear()
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The present segments, in the order of a run."""
+        return [segment for _, cache in sorted(self._segments.items()) for segment in cache.values()]
+
+    def explain(self) -> explanation.Explanation:
+        """What the graph was compiled to: its segments, and each break with the reason for it. Print it."""
+        return explanation.explain(self.segments)
+
+    # -- running
+
+    def _run(
+        self,
+        held: dict[ir.Value, Any],
+        params: Mapping[str, Any] | None,
+        buffers: Mapping[str, Any] | None,
+        key: jax.Array | None,
+    ) -> dict[str, Any]:
+        model = self.model
+        own = params is None and buffers is None
+        if not own:
+            params = model.params if params is None else params
+            buffers = model.buffers if buffers is None else buffers
+            model.check_weights("param", params)
+            model.check_weights("buffer", buffers)
+        extra = []
+        if model.is_random:
+            extra = [
+                jax.random.key(model.seed) if key is None else key,
+                np.uint32(0 if key is not None else self._calls),
+            ]
+            self._calls += 1
+        state: dict[ir.Value, Any] = {value: _widened(value, array) for value, array in held.items()}
+        stage = self._root(state)
+        results: dict[str, Any] = {}
+        while True:
+            segment, arguments = self._segment(stage, state, params, own)
+            executable = segment.executable(own_params=own)
+            if own:
+                if executable.values is None:
+                    self._prepare(segment, executable)
+                weights = executable.values
+            else:
+                weights = [
+                    _compute(segment, weight, {**params, **buffers}.__getitem__) for weight in executable.weights
+                ]
+            started = time.perf_counter()
+            flat = executable.function(weights, [*arguments, *extra])
+            if segment.calls == 0:
+                segment.compile_seconds = time.perf_counter() - started
+            segment.calls += 1
+            carried, emitted = segment.unpack(flat)
+            results.update(emitted)
+            results.update(
+                {
+                    name: jax.tree.map(jax.numpy.asarray, x) if not is_host(x) else x
+                    for name, x in segment.known_outputs.items()
+                }
+            )
+            if not segment.breaks:
+                break
+            state = {**{value: state[value] for value in segment.passed}, **carried}
+            self._run_breaks(segment, state, params, buffers, extra)
+            if segment.after is None:
+                segment.after = self._after(segment, state)
+            for name, value in stage.pending_outputs.items():
+                if name not in results and value in state and name not in segment.after.pending_outputs:
+                    results[name] = model.declared(value, state[value])
+            stage = segment.after
+            if not stage.work:
+                break
+        return {name: results[name] for name in self._wanted}
+
+    def _root(self, state: Mapping[ir.Value, Any]) -> Stage:
+        kinds = tuple((value, is_host(x)) for value, x in state.items())
+        stage = self._roots.get(kinds)
+        if stage is None:
+            work = self.model.program.work(self.model.graph, tuple(self._wanted.values()))
+            arrays = [value for value, host in kinds if not host]
+            stage = Stage(work, arrays, {}, [v for v, host in kinds if host], dict(self._wanted), set(self._static))
+            self._roots[kinds] = stage
+        return stage
+
+    def _segment(
+        self, stage: Stage, state: Mapping[ir.Value, Any], params: Mapping[str, Any] | None, own: bool
+    ) -> tuple[Segment, list[Any]]:
+        """The segment that continues from `stage` with values of these shapes, and its arguments."""
+        while True:
+            static = {v: contents(state[v]) for v in stage.arrays if v in stage.static} if stage.static else {}
+            arguments = [state[v] for v in stage.arrays if v not in static]
+            signature = Signature(
+                tuple(_shape(x) for x in arguments),
+                tuple((v.name, x.dtype.str, x.shape, x.tobytes()) for v, x in static.items()),
+                None if own else tuple(str(p.dtype) for p in params.values()),
+            )
+            cache = self._segments.setdefault(stage.depth, OrderedDict())
+            segment = cache.get((stage, signature))
+            if segment is not None:
+                self._hits += 1
+                cache.move_to_end((stage, signature))
+                return segment, arguments
+            with self._lock:
+                avals = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x) for x in arguments]
+                weights = self.model.shapes["param"] if own else params
+                try:
+                    segment = Segment(self.model, stage, signature, static, avals, weights)
+                except Promote as needed:
+                    stage.static |= needed.values
+                    continue
+                self._misses += 1
+                cache[stage, signature] = segment
+                while len(cache) > self.cache_size:
+                    cache.popitem(last=False)
+                    self._evictions += 1
+                return segment, arguments
+
+    def _run_breaks(
+        self,
+        segment: Segment,
+        state: dict[ir.Value, Any],
+        params: Mapping[str, Any] | None,
+        buffers: Mapping[str, Any] | None,
+        extra: Sequence[Any],
+    ) -> None:
+        """Runs the segment's breaks eagerly; their results join `state`."""
+        model = self.model
+        nodes = [needed.node for needed in segment.breaks if not _decides_branch(needed.node)]
+        key = jax.random.fold_in(*extra) if extra else None
+        with model.lowering_dtypes():
+            weights = {}
+            for value in {v for node in nodes for v in model.program.operands(node)} & model.weight_values.keys():
+                kind, name = model.weight_values[value]
+                given = params if kind == "param" else buffers
+                weights[value] = model.weight(name) if given is None else given[name]
+            scope = model.scope({**segment.stage.known, **segment.known, **state}, weights, key)
+            Evaluation(model.program).run(nodes, scope)
+        for node in nodes:
+            state.update({value: scope.values[value] for value in node.outputs})
+
+    def _after(self, segment: Segment, state: Mapping[ir.Value, Any]) -> Stage:
+        """What is left after the segment and its breaks, given the values that there are now."""
+        before = segment.stage
+        known = {**before.known, **segment.known}
+        done = {*segment.emitted, *segment.known_outputs}
+        pending = {n: v for n, v in before.pending_outputs.items() if n not in done and v not in state}
+        arrays = [value for value, x in state.items() if not is_host(x)]
+        host = [value for value, x in state.items() if is_host(x)]
+        static = {n.node.inputs[0] for n in segment.breaks if _decides_branch(n.node)}
+        return Stage(segment.after_work, arrays, known, host, pending, static, before.depth + 1)
+
+    # -- weights
+
+    def _prepare(self, segment: Segment, executable: Executable) -> None:
+        """Computes the prepared weights that the segment needs and no other has computed yet."""
+        with self._lock:
+            as_they_are = {weight.key for weight in executable.weights} | self._prepared.keys()
+            for weight in executable.weights:
+                if weight.key in self._prepared:
+                    continue
+                value = self._prepared[weight.key] = _compute(segment, weight, self.model.weight)
+                restore = inverse(weight)
+                if restore is not None and weight.sources[0][1] not in as_they_are:
+                    self.model.replace_weight(weight.sources[0][1], value, restore)
+            executable.values = [self._prepared[weight.key] for weight in executable.weights]
+
+
+def _compute(segment: Segment, weight: Weight, original: Callable[[str], Any]) -> Any:
+    """A prepared weight's value, from the original ones."""
+    environment = {
+        ref: original(name) if name else jax.numpy.asarray(segment.constant(ref)) for ref, name in weight.sources
+    }
+    return evaluate(weight.operations, environment, [weight.ref])[0]
+
+
+def _shape(value: Any) -> Any:
+    """What a signature records of a value."""
+    if isinstance(value, list):
+        return tuple(_shape(item) for item in value)
+    return None if value is None else (value.shape, value.dtype)
+
+
+def _widened(value: ir.Value, array: Any) -> Any:
+    """An input in its declared dtype: with x64 off, a caller's JAX arrays are 32-bit."""
+    if isinstance(array, jax.Array) and value.dtype is not None and array.dtype != value.dtype.numpy():
+        return jax.lax.convert_element_type(array, value.dtype.numpy())
+    return array

@@ -1,0 +1,277 @@
+"""Prepared weights: the part of a traced segment that depends on weights alone is computed once, not in every call.
+
+A lowering says `jnp.transpose(w, ...)` and knows nothing of this. The traced segment is a list of primitive operations;
+those whose operands are all weights are run eagerly, once, and their results become arguments of the compiled rest. What
+only makes a weight larger (a broadcast) stays in the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+from jax import lax
+
+Ref = int
+"""The number of a value in a `Trace`."""
+
+_CALLS = {"jit", "pjit", "closed_call", "core_call"}
+_ENLARGING = {"broadcast_in_dim", "iota"}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One primitive application; an operand is a `Ref`, or a literal."""
+
+    equation: jex.JaxprEqn
+    operands: tuple[Ref | jex.Literal, ...]
+    results: tuple[Ref, ...]
+
+
+@dataclass
+class Trace:
+    """A jaxpr without nested calls: operations on numbered values."""
+
+    inputs: list[Ref]
+    constants: dict[Ref, Any]
+    outputs: list[Ref | jex.Literal]
+    operations: list[Operation] = field(default_factory=list)
+    avals: list[Any] = field(default_factory=list)
+
+    def new(self, aval: Any) -> Ref:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+
+def flatten(closed: jex.ClosedJaxpr) -> Trace:
+    """The operations of `closed`, with those of the functions that it calls put in their place."""
+    trace = Trace([], {}, [])
+    inputs = [trace.new(v.aval) for v in closed.jaxpr.invars]
+    trace.inputs = inputs
+    trace.outputs = _inline(trace, closed, inputs)
+    return trace
+
+
+def _inline(trace: Trace, closed: jex.ClosedJaxpr, arguments: Sequence[Ref | jex.Literal]) -> list[Ref | jex.Literal]:
+    names: dict[jex.Var, Ref | jex.Literal] = dict(zip(closed.jaxpr.invars, arguments, strict=True))
+    for variable, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+        names[variable] = trace.new(variable.aval)
+        trace.constants[names[variable]] = value
+
+    def read(atom: Any) -> Ref | jex.Literal:
+        return atom if isinstance(atom, jex.Literal) else names[atom]
+
+    for equation in closed.jaxpr.eqns:
+        operands = tuple(read(atom) for atom in equation.invars)
+        if equation.primitive.name in _CALLS:
+            results = _inline(trace, equation.params["jaxpr"], operands)
+        else:
+            results = tuple(trace.new(v.aval) for v in equation.outvars)
+            trace.operations.append(Operation(equation, operands, results))
+        names.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in closed.jaxpr.outvars]
+
+
+def evaluate(
+    operations: Sequence[Operation], environment: dict[Ref, Any], outputs: Sequence[Ref | jex.Literal]
+) -> list[Any]:
+    """Runs operations on the values in `environment`, eagerly or under a JAX transform; frees what is not needed."""
+    kept = {ref for ref in outputs if isinstance(ref, Ref)}
+    last = {ref: i for i, op in enumerate(operations) for ref in op.operands if isinstance(ref, Ref)}
+
+    def read(ref: Ref | jex.Literal) -> Any:
+        return environment[ref] if isinstance(ref, Ref) else ref.val
+
+    for i, op in enumerate(operations):
+        primitive = op.equation.primitive
+        with op.equation.ctx.manager:
+            values = primitive.bind(*map(read, op.operands), **primitive.get_bind_params(op.equation.params))
+        environment.update(zip(op.results, values if primitive.multiple_results else [values], strict=True))
+        for ref in op.operands:
+            if isinstance(ref, Ref) and last[ref] == i and ref not in kept:
+                environment.pop(ref, None)
+    return [read(ref) for ref in outputs]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight that the compiled rest takes as an argument: an original one, or one computed by `operations`."""
+
+    key: str
+    """Says what is computed of which weights, so that segments share it."""
+    ref: Ref
+    operations: tuple[Operation, ...] = ()
+    sources: tuple[tuple[Ref, str], ...] = ()
+    """What they start from: the names of weights, `""` for constants of the trace."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """A trace, cut in what depends on weights alone (`weights`) and the rest, which takes them as arguments."""
+
+    weights: list[Weight]
+    arguments: list[Ref]
+    operations: list[Operation]
+    outputs: list[Ref | jex.Literal]
+
+    def function(self) -> Callable[[list[Any], list[Any]], list[Any]]:
+        """The rest as a new function of the weights' values and the arguments."""
+
+        def segment(weights: list[Any], arguments: list[Any]) -> list[Any]:
+            environment = dict(zip((w.ref for w in self.weights), weights, strict=True))
+            environment.update(zip(self.arguments, arguments, strict=True))
+            return evaluate(self.operations, environment, self.outputs)
+
+        return segment
+
+
+def split(trace: Trace, names: dict[Ref, str], arguments: list[Ref], *, prepare: bool) -> Split:
+    """Cuts `trace`.
+
+    Args:
+        trace: The traced segment.
+        names: Its inputs that are weights, with their names.
+        arguments: Its other inputs.
+        prepare: Compute what depends on weights alone beforehand. Without it only constants are hoisted, so that the
+            rest remains a function of the weights themselves.
+    """
+    operations = _needed(trace.operations, trace.outputs)
+    keys = {ref: _digest(value) for ref, value in trace.constants.items()}
+    hoistable = set(keys)
+    if prepare:
+        keys.update(names)
+        hoistable.update(names)
+    producer: dict[Ref, Operation] = {}
+    dynamic: list[Operation] = []
+    for op in operations:
+        refs = [ref for ref in op.operands if isinstance(ref, Ref)]
+        pure = not op.equation.effects and refs
+        if pure and hoistable.issuperset(refs):
+            hoistable.update(op.results)
+            producer.update(dict.fromkeys(op.results, op))
+            content = [op.equation.primitive.name, sorted((k, str(v)) for k, v in op.equation.params.items())]
+            content += [keys[r] if isinstance(r, Ref) else repr(r.val) for r in op.operands]
+            base = hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
+            keys.update({ref: f"{base}:{i}" for i, ref in enumerate(op.results)})
+        else:
+            dynamic.append(op)
+    read = {ref for op in dynamic for ref in op.operands if isinstance(ref, Ref)}
+    read.update(ref for ref in trace.outputs if isinstance(ref, Ref))
+    frontier = _without_enlarging(sorted(read & hoistable), producer, trace, dynamic)
+    originals = {**names, **dict.fromkeys(trace.constants, "")}
+    weights = []
+    for ref in frontier:
+        needed = _needed(list(dict.fromkeys(_ancestors(ref, producer))), [ref])
+        sources = (
+            {r for op in needed for r in op.operands if isinstance(r, Ref) and r in originals} if needed else {ref}
+        )
+        weights.append(Weight(keys[ref], ref, tuple(needed), tuple((r, originals[r]) for r in sorted(sources))))
+    if not prepare:
+        used = read & set(names)
+        weights += [Weight(names[ref], ref, (), ((ref, names[ref]),)) for ref in sorted(used)]
+    order = {id(op): i for i, op in enumerate(operations)}
+    dynamic.sort(key=lambda op: order[id(op)])
+    return Split(weights, arguments, dynamic, trace.outputs)
+
+
+def _without_enlarging(
+    frontier: list[Ref], producer: dict[Ref, Operation], trace: Trace, dynamic: list[Operation]
+) -> list[Ref]:
+    """The frontier with results of broadcasts replaced by what is broadcast; the broadcasts move to `dynamic`."""
+    found: dict[Ref, None] = {}
+    moved: set[int] = set()
+    pending = list(reversed(frontier))
+    while pending:
+        ref = pending.pop()
+        op = producer.get(ref)
+        if op is None or op.equation.primitive.name not in _ENLARGING or not _enlarges(op, trace):
+            found[ref] = None
+            continue
+        if id(op) not in moved:
+            moved.add(id(op))
+            dynamic.append(op)
+            pending += [operand for operand in op.operands if isinstance(operand, Ref)]
+    return list(found)
+
+
+def _enlarges(op: Operation, trace: Trace) -> bool:
+    before = sum(math.prod(trace.avals[r].shape) for r in op.operands if isinstance(r, Ref))
+    return math.prod(trace.avals[op.results[0]].shape) > before
+
+
+def _needed(operations: list[Operation], outputs: Sequence[Ref | jex.Literal]) -> list[Operation]:
+    """The operations that `outputs` need, or that have effects, in order."""
+    needed = {ref for ref in outputs if isinstance(ref, Ref)}
+    kept = []
+    for op in reversed(operations):
+        if op.equation.effects or not needed.isdisjoint(op.results):
+            kept.append(op)
+            needed.update(ref for ref in op.operands if isinstance(ref, Ref))
+    return kept[::-1]
+
+
+def _ancestors(ref: Ref, producer: dict[Ref, Operation]) -> list[Operation]:
+    """The operations that lead to `ref`, each after those that it needs."""
+    ordered: dict[int, Operation] = {}
+    stack = [(ref, False)]
+    while stack:
+        current, done = stack.pop()
+        op = producer.get(current)
+        if op is None or id(op) in ordered:
+            continue
+        if done:
+            ordered[id(op)] = op
+        else:
+            stack.append((current, True))
+            stack += [(r, False) for r in op.operands if isinstance(r, Ref)]
+    return list(ordered.values())
+
+
+def _digest(value: Any) -> str:
+    array = np.asarray(value)
+    content = hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=16).hexdigest()
+    return f"constant {array.dtype.name}{list(array.shape)} {content}"
+
+
+def inverse(weight: Weight) -> Callable[[jax.Array], jax.Array] | None:
+    """What gives the original weight back from the prepared one, where that only moved or widened its elements."""
+    if len(weight.sources) != 1 or not weight.operations:
+        return None
+    steps: list[Callable[[jax.Array], jax.Array]] = []
+    current = weight.sources[0][0]
+    for op in weight.operations:
+        if op.operands != (current,):
+            return None
+        step = _undo(op)
+        if step is None:
+            return None
+        steps.append(step)
+        current = op.results[0]
+
+    def restore(value: jax.Array) -> jax.Array:
+        for step in reversed(steps):
+            value = step(value)
+        return value
+
+    return restore
+
+
+def _undo(op: Operation) -> Callable[[jax.Array], jax.Array] | None:
+    before, params = op.equation.invars[0].aval, op.equation.params
+    match op.equation.primitive.name:
+        case "transpose":
+            order = tuple(int(i) for i in np.argsort(params["permutation"]))
+            return lambda x: lax.transpose(x, order)
+        case "reshape" | "squeeze" | "expand_dims":
+            return lambda x: lax.reshape(x, before.shape)
+        case "broadcast_in_dim" if math.prod(before.shape) == math.prod(params["shape"]):
+            return lambda x: lax.reshape(x, before.shape)
+        case "convert_element_type" if before.dtype.itemsize == 2 and params["new_dtype"] == np.float32:
+            return lambda x: lax.convert_element_type(x, before.dtype)
+    return None

@@ -1,0 +1,245 @@
+"""A segment: a part of the graph, traced for one signature and compiled with `jax.jit`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+import onnx_ir as ir
+
+from transmuter.errors import UnsupportedOperatorError
+from transmuter.lowering.arrays import is_known, is_string, traced
+from transmuter.lowering.evaluation import HOST, PENDING, Bind, Break, Evaluation, Work
+from transmuter.model import Model
+from transmuter.segments import preparation
+
+SMALL = 16
+"""Elements up to which a scalar or vector that decides a shape or a branch enters the signature by itself."""
+
+
+@dataclass(eq=False)
+class Stage:
+    """The state of a run between two segments: what is left to do, and what there is to do it with."""
+
+    work: Sequence[Work]
+    arrays: list[ir.Value]
+    """Values that the next segment takes as arguments (arrays, or lists of them)."""
+    known: dict[ir.Value, Any]
+    """Values whose contents are fixed wherever this stage is reached."""
+    host: list[ir.Value]
+    """Values that never enter a segment: strings, maps."""
+    pending_outputs: dict[str, ir.Value]
+    """Requested outputs that do not exist yet."""
+    static: set[ir.Value] = field(default_factory=set)
+    """Those of `arrays` whose contents are part of the signature, since a shape or a branch depends on them."""
+    depth: int = 0
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a segment was traced for: shapes and dtypes of its arguments, and the contents of its static ones."""
+
+    arguments: tuple[Any, ...]
+    contents: tuple[tuple[str, bytes], ...] = ()
+    params: tuple[Any, ...] | None = None
+    """Dtypes of given params, where they differ from the model's."""
+
+
+class Promote(Exception):
+    """Tracing needs the contents of these arguments, which are small: they become part of the signature."""
+
+    def __init__(self, values: frozenset[ir.Value]):
+        super().__init__(values)
+        self.values = values
+
+
+class Segment:
+    """One traced and compiled part of a model's graph, with what follows it.
+
+    Attributes:
+        stage: What it starts from.
+        nodes: How many nodes it evaluates.
+        breaks: The nodes to run after it on concrete values, in order.
+        after: The stage after those have run; None before they have run once.
+        trace_seconds, compile_seconds: What building it took; compiling includes the first run.
+        calls: How often it has run.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        stage: Stage,
+        signature: Signature,
+        static: Mapping[ir.Value, np.ndarray],
+        avals: Sequence[Any],
+        params: Mapping[str, Any],
+    ):
+        self.model, self.stage, self.signature, self.static = model, stage, signature, dict(static)
+        self.calls, self.compile_seconds = 0, 0.0
+        self.breaks: list[Break] = []
+        self.after: Stage | None = None
+        self.carried: list[ir.Value] = []
+        self.emitted: list[str] = []
+        self.known: dict[ir.Value, Any] = {}
+        self.known_outputs: dict[str, Any] = {}
+        self._arguments = [v for v in stage.arrays if v not in static]
+        self._executables: dict[bool, Executable] = {}
+        started = time.perf_counter()
+        self._trace(static, avals, params)
+        self.trace_seconds = time.perf_counter() - started
+
+    def _trace(self, static: Mapping[ir.Value, np.ndarray], avals: Sequence[Any], params: Mapping[str, Any]) -> None:
+        model, stage = self.model, self.stage
+        structure: list[Any] = []
+
+        values = {name: value for value, (_, name) in model.weight_values.items()}
+        shapes = {**params, **model.shapes["buffer"]}
+
+        def run(weights: list[Any], arguments: list[Any], key: Any, count: Any) -> list[Any]:
+            if key is not None:
+                key = jax.random.fold_in(key, count)
+            held = {**stage.known, **dict.fromkeys(stage.host, HOST), **static}
+            held.update(zip(self._arguments, arguments, strict=True))
+            with model.lowering_dtypes():
+                scope = model.scope(held, {values[name]: w for name, w in zip(shapes, weights, strict=True)}, key)
+                unsupported: dict[str, list[str]] = {}
+                promote = self._promote(held)
+                evaluating = Evaluation(model.program, breaks=self.breaks, unsupported=unsupported, promote=promote)
+                waiting = evaluating.run(stage.work, scope)
+                self._refuse(unsupported, waiting)
+                self.nodes = len(stage.work) - len(waiting)
+                return self._results(scope, waiting, structure)
+
+        key = count = None
+        if model.is_random:
+            key, count = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), np.uint32)
+        weights = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in shapes.values()]
+        flat = preparation.flatten(jax.make_jaxpr(run)(weights, list(avals), key, count))
+        self._structure = structure[0]
+        self._flat, self._names, self._inputs = flat, dict(zip(flat.inputs, shapes)), flat.inputs[len(shapes) :]
+
+    def _promote(self, held: Mapping[ir.Value, Any]) -> Callable[[Sequence[ir.Value]], None]:
+        """Raises `Promote` if the contents of some values follow from small arguments alone."""
+
+        def check(values: Sequence[ir.Value]) -> None:
+            found: set[ir.Value] = set()
+            pending, seen = list(values), set()
+            while pending:
+                value = pending.pop()
+                if value in seen:
+                    continue
+                seen.add(value)
+                if value in held:
+                    array = held[value]
+                    if is_known(array):
+                        if array is HOST or array is PENDING:
+                            return
+                        continue
+                    if not isinstance(array, jax.Array) or array.ndim > 1 or array.size > SMALL:
+                        return
+                    found.add(value)
+                    continue
+                if self.model.is_constant(value):
+                    continue
+                node = value.producer()
+                if node is None:
+                    return
+                if node.op_type not in ("Shape", "Size"):
+                    pending += self.model.program.operands(node)
+            if found:
+                raise Promote(frozenset(found))
+
+        return check
+
+    def _refuse(self, unsupported: dict[str, list[str]], waiting: Sequence[Work]) -> None:
+        """Raises before anything has run if this segment, or what waits behind its breaks, cannot be lowered."""
+        if not self.model.unsupported_operators:
+            return
+        behind = {node for item in waiting if isinstance(item, ir.Node) for node in (item.name, item.outputs[0].name)}
+        for name, nodes in self.model.unsupported_operators.items():
+            unsupported.setdefault(name, []).extend(node for node in nodes if node in behind)
+        found = {name: list(dict.fromkeys(nodes)) for name, nodes in unsupported.items() if nodes}
+        if found:
+            raise UnsupportedOperatorError(found)
+
+    def _results(self, scope: Any, waiting: list[Work], structure: list[Any]) -> list[Any]:
+        """Sorts what the segment has computed into what it hands on and what is a requested output."""
+        stage = self.stage
+        broken = [needed.node for needed in self.breaks]
+        self.after_work = [w for w in waiting if w not in broken or _decides_branch(w)]
+        needed: dict[ir.Value, None] = {}
+        for item in waiting:
+            values = item.sources if isinstance(item, Bind) else self.model.program.operands(item)
+            needed.update(dict.fromkeys(values))
+        produced = {v for item in waiting for v in item.outputs}
+        weights = self.model.weight_values
+        emitted: dict[str, Any] = {}
+        for name, value in stage.pending_outputs.items():
+            result = scope[value]
+            if result is PENDING or result is HOST:
+                continue
+            if is_known(result):
+                self.known_outputs[name] = result
+            else:
+                emitted[name] = self.model.declared(value, jax.tree.map(traced, result))
+        self.emitted = list(emitted)
+        carried: dict[ir.Value, Any] = {}
+        self.passed: list[ir.Value] = []
+        for value in needed:
+            if value in produced or value in weights or self.model.is_constant(value):
+                continue
+            result = scope[value]
+            if result is HOST or value in self._arguments:
+                self.passed.append(value)
+            elif is_known(result):
+                self.known[value] = result
+            elif result is not PENDING:
+                carried[value] = jax.tree.map(traced, result)
+        self.carried = list(carried)
+        flat, tree = jax.tree.flatten((list(carried.values()), list(emitted.values())))
+        structure.append(tree)
+        return flat
+
+    # -- running
+
+    def executable(self, *, own_params: bool) -> Executable:
+        """The compiled function for the model's own params, which are prepared, or for given ones, which are not."""
+        if own_params not in self._executables:
+            cut = preparation.split(self._flat, self._names, self._inputs, prepare=own_params)
+            self._executables[own_params] = Executable(cut.weights, jax.jit(cut.function()))
+        return self._executables[own_params]
+
+    def constant(self, ref: int) -> Any:
+        """A known array that tracing captured: an argument of the executable, not a part of it."""
+        return self._flat.constants[ref]
+
+    def unpack(self, flat: Sequence[Any]) -> tuple[dict[ir.Value, Any], dict[str, Any]]:
+        """The executable's results, as the values that the segment hands on and the requested outputs."""
+        carried, emitted = jax.tree.unflatten(self._structure, flat)
+        return dict(zip(self.carried, carried)), dict(zip(self.emitted, emitted))
+
+
+@dataclass
+class Executable:
+    """A jitted function of the values of `weights` and a segment's arguments."""
+
+    weights: list[preparation.Weight]
+    function: Callable[[list[Any], list[Any]], list[Any]]
+    values: list[Any] | None = None
+    """The prepared weights' values, once they are computed."""
+
+
+def _decides_branch(item: Work) -> bool:
+    """Whether a break only has to read the operand: an `If`, whose branch then belongs to the next segment."""
+    return isinstance(item, ir.Node) and item.op_type == "If" and item.domain in ("", "ai.onnx")
+
+
+def is_host(value: Any) -> bool:
+    """Whether a value of this kind stays outside of segments: strings, maps, and sequences of them."""
+    if isinstance(value, (list, tuple)):
+        return any(is_host(item) for item in value)
+    return isinstance(value, (str, dict)) or is_string(value)
