@@ -1,0 +1,289 @@
+"""Attention and what belongs to it: Attention, FlexAttention, LinearAttention, RotaryEmbedding, SwiGLU.
+
+Queries, keys and values are (batch, heads, sequence, size); keys and values may have fewer heads than queries, each of
+which then serves a group of adjacent query heads. Every kind of softmax attention is `scores`, `probabilities` and
+`mixed` with something of its own in between.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from transmuter.lowering.arrays import Array, cast, dtype, shape_vector, traced
+from transmuter.lowering.registry import operator
+
+PRECISION = lax.Precision.HIGHEST
+
+# ---- the steps of attention ----------------------------------------------------------------------------------------
+
+
+def wide(declared: np.dtype) -> np.dtype:
+    """The dtype in which values of a floating-point dtype are summed: float32 at least."""
+    return np.dtype(np.float32) if declared.itemsize < 4 else declared
+
+
+def heads(x: Array, count: int) -> jax.Array:
+    """(batch, sequence, count * size) as (batch, count, sequence, size)."""
+    batch, length, hidden = x.shape
+    if hidden % count:
+        raise ValueError(f"{hidden} elements are no multiple of {count} heads")
+    return jnp.swapaxes(x.reshape(batch, length, count, hidden // count), 1, 2)
+
+
+def merged(x: Array) -> jax.Array:
+    """(batch, heads, sequence, size) as (batch, sequence, heads * size)."""
+    batch, count, length, size = x.shape
+    return jnp.swapaxes(x, 1, 2).reshape(batch, length, count * size)
+
+
+def _grouped(x: Array, groups: int) -> Array:
+    """The heads of `x` in groups, (batch, groups, heads of a group, ...)."""
+    if x.shape[1] % groups:
+        raise ValueError(f"{x.shape[1]} heads of queries are no multiple of {groups} heads of keys")
+    return x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
+
+
+def scores(query: Array, key: Array, scale: float | None = None) -> jax.Array:
+    """Scaled products of queries with keys, (batch, heads, queries, keys), in float32 at least."""
+    accumulated = wide(query.dtype)
+    products = jnp.einsum(
+        "bkgqd,bktd->bkgqt", _grouped(query, key.shape[1]), key, precision=PRECISION, preferred_element_type=accumulated
+    )
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    return products.reshape(*query.shape[:3], key.shape[2]) * jnp.asarray(scale, accumulated)
+
+
+def capped(scores: jax.Array, softcap: float | None) -> jax.Array:
+    """Scores bent smoothly to lie between plus and minus `softcap`; as they are where it is 0."""
+    return jnp.tanh(scores / softcap) * softcap if softcap else scores
+
+
+def probabilities(scores: jax.Array, sink: Array | None = None) -> jax.Array:
+    """Softmax over the keys. Where all are masked by -inf the result is 0, and so is its gradient.
+
+    `sink` is one more score, which takes its share of the probability and belongs to no key.
+    """
+    top = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
+    top = top if sink is None else jnp.maximum(top, sink)
+    top = lax.stop_gradient(jnp.where(jnp.isneginf(top), 0, top))
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    total = total if sink is None else total + jnp.exp(sink - top)
+    return weights / jnp.where(total == 0, 1, total)
+
+
+def mixed(probabilities: Array, value: Array) -> jax.Array:
+    """The values in the proportions that the queries give them, in the dtype of `value`."""
+    weights = _grouped(cast(probabilities, value.dtype), value.shape[1])
+    sums = jnp.einsum(
+        "bkgqt,bktd->bkgqd", weights, value, precision=PRECISION, preferred_element_type=wide(value.dtype)
+    )
+    return cast(sums, value.dtype).reshape(*probabilities.shape[:3], value.shape[3])
+
+
+def positions(count: Any, start: Any = 0) -> jax.Array:
+    """The positions of `count` tokens from `start` on, which is a dimension or one position per leading axis."""
+    first = start[..., None] if isinstance(start, jax.Array) else traced(shape_vector((start,)))
+    return cast(first, np.int32) + jnp.arange(count, dtype=np.int32)
+
+
+def within(queries: Array, keys: Array, left: Any, right: Any) -> jax.Array | None:
+    """Which keys each query sees, (..., queries, keys): those from `left` before to `right` after its own position.
+
+    A bound of None lets it see all on that side.
+    """
+    return both(
+        None if left is None else keys >= queries[..., None] - left,
+        None if right is None else keys <= queries[..., None] + right,
+    )
+
+
+def both(a: Array | None, b: Array | None) -> Array | None:
+    """The conjunction of two masks, of which None allows everything."""
+    return b if a is None else a if b is None else jnp.logical_and(a, b)
+
+
+def masked(scores: jax.Array, visible: Array | None) -> jax.Array:
+    """Scores with -inf for keys that are not visible."""
+    return scores if visible is None else jnp.where(visible, scores, -jnp.inf)
+
+
+# ---- Attention -----------------------------------------------------------------------------------------------------
+
+
+def _padded(mask: Array, length: Any) -> Array:
+    """`mask` with the keys that it leaves out at the end masked."""
+    missing = length - mask.shape[-1]
+    if isinstance(missing, int) and missing <= 0:
+        return mask
+    fill = False if mask.dtype == np.bool_ else -jnp.inf
+    return jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, missing)], constant_values=fill)
+
+
+@operator()
+def Attention_23(
+    Q,
+    K,
+    V,
+    attn_mask=None,
+    past_key=None,
+    past_value=None,
+    nonpad_kv_seqlen=None,
+    *,
+    is_causal,
+    kv_num_heads,
+    left_window_size=-1,
+    q_num_heads,
+    qk_matmul_output_mode,
+    right_window_size=-1,
+    scale,
+    softcap,
+    softmax_precision,
+):
+    """A query that sees no key yields zeros, as the specification says since ONNX 1.23; ONNX Runtime averages there."""
+    if (past_key is None) != (past_value is None):
+        raise ValueError("past_key and past_value come together or not at all")
+    if packed := Q.ndim == 3:
+        if not q_num_heads or not kv_num_heads:
+            raise ValueError("3-D operands need the attributes q_num_heads and kv_num_heads")
+        Q, K, V = heads(Q, q_num_heads), heads(K, kv_num_heads), heads(V, kv_num_heads)
+    start = 0
+    if past_key is not None:
+        start = past_key.shape[2]
+        K, V = jnp.concatenate((past_key, K), axis=2), jnp.concatenate((past_value, V), axis=2)
+    keys, visible = positions(K.shape[2]), None
+    if nonpad_kv_seqlen is not None:
+        lengths = cast(jnp.reshape(nonpad_kv_seqlen, (-1, 1)), np.int32)
+        visible = keys < lengths[..., None, None]
+        start = lengths - Q.shape[2] if past_key is None else start
+    left = left_window_size if left_window_size >= 0 else None
+    right = 0 if is_causal else right_window_size if right_window_size >= 0 else None
+    visible = both(visible, within(positions(Q.shape[2], start), keys, left, right))
+
+    stages = [scores(Q, K, scale)]
+    stages.append(capped(stages[-1], softcap))
+    biased = stages[-1]
+    if attn_mask is not None:
+        attn_mask = _padded(attn_mask, K.shape[2])
+        if attn_mask.dtype == np.bool_:
+            visible = both(visible, attn_mask)
+        else:
+            bias = cast(attn_mask, biased.dtype)
+            biased = masked(biased + bias, jnp.logical_not(jnp.isneginf(bias)))
+    stages.append(masked(biased, visible))
+    shares = probabilities(cast(stages[-1], dtype(softmax_precision)) if softmax_precision else stages[-1])
+    stages.append(shares)
+
+    y = cast(mixed(shares, V), Q.dtype)
+    return merged(y) if packed else y, K, V, cast(stages[qk_matmul_output_mode], Q.dtype)
+
+
+@operator(domain="ai.onnx.preview")
+def FlexAttention(Q, K, V, *, prob_mod, scale, score_mod, softmax_precision):
+    precision = dtype(softmax_precision) if softmax_precision else wide(Q.dtype)
+    shares = cast(scores(Q, K, scale), precision)
+    if score_mod is not None:
+        (shares,) = score_mod(shares)
+    shares = probabilities(shares)
+    if prob_mod is not None:
+        (shares,) = prob_mod(shares)
+    return cast(mixed(shares, cast(V, precision)), Q.dtype)
+
+
+# ---- linear attention ----------------------------------------------------------------------------------------------
+
+
+@operator()
+def LinearAttention_27(
+    query,
+    key,
+    value,
+    past_state=None,
+    decay=None,
+    beta=None,
+    *,
+    chunk_size,
+    kv_num_heads,
+    q_num_heads,
+    scale,
+    update_rule,
+):
+    """The recurrence itself, token by token in float32; `chunk_size` is a hint for other ways to compute the same."""
+    for name, operand, rules in (("decay", decay, "gated gated_delta"), ("beta", beta, "delta gated_delta")):
+        if (operand is not None) != (update_rule in rules.split()):
+            raise ValueError(f"update_rule {update_rule!r} {'forbids' if operand is not None else 'needs'} {name}")
+    batch, length, _ = query.shape
+    size, value_size = query.shape[2] // q_num_heads, value.shape[2] // kv_num_heads
+
+    def by_token(x: Array | None, *shape: int) -> jax.Array | None:
+        return None if x is None else jnp.moveaxis(cast(x, np.float32).reshape(batch, length, *shape), 1, 0)
+
+    tokens = (
+        by_token(query, kv_num_heads, q_num_heads // kv_num_heads, size) * (scale or 1 / math.sqrt(size)),
+        by_token(key, kv_num_heads, size),
+        by_token(value, kv_num_heads, value_size),
+        None if decay is None else by_token(decay, kv_num_heads, decay.shape[2] // kv_num_heads),
+        None if beta is None else by_token(beta, beta.shape[2], 1),
+    )
+
+    def step(state: jax.Array, token: tuple) -> tuple[jax.Array, jax.Array]:
+        q, k, v, g, b = token
+        if g is not None:
+            state = state * jnp.exp(g)[..., None]
+        if b is not None:
+            v = b * (v - jnp.einsum("bkdv,bkd->bkv", state, k, precision=PRECISION))
+        state = state + k[..., :, None] * v[..., None, :]
+        return state, jnp.einsum("bkgd,bkdv->bkgv", q, state, precision=PRECISION)
+
+    kept = query.dtype if past_state is None else past_state.dtype
+    empty = np.zeros((batch, kv_num_heads, size, value_size), np.float32)
+    state, outputs = lax.scan(step, cast(traced(empty if past_state is None else past_state), np.float32), tokens)
+    output = jnp.moveaxis(outputs, 0, 1).reshape(batch, length, q_num_heads * value_size)
+    return cast(output, query.dtype), cast(state, kept)
+
+
+# ---- rotary embedding ----------------------------------------------------------------------------------------------
+
+
+def rotated(x: Array, cos: Array, sin: Array, interleaved: int) -> jax.Array:
+    """`x` with pairs of its first elements turned by an angle each, whose cosines and sines broadcast against `x`.
+
+    A pair is two neighbours if `interleaved`, else an element and its counterpart in the other half.
+    """
+    size = 2 * cos.shape[-1]
+    if size > x.shape[-1]:
+        raise ValueError(f"{size // 2} angles for heads of {x.shape[-1]} elements")
+    turned, rest = x[..., :size], x[..., size:]
+    shape = (*x.shape[:-1], size // 2, 2) if interleaved else (*x.shape[:-1], 2, size // 2)
+    axis = -1 if interleaved else -2
+    a, b = (jnp.squeeze(part, axis) for part in jnp.split(turned.reshape(shape), 2, axis))
+    turned = jnp.stack((a * cos - b * sin, a * sin + b * cos), axis).reshape(turned.shape)
+    return jnp.concatenate((turned, rest), axis=-1) if size < x.shape[-1] else turned
+
+
+@operator()
+def RotaryEmbedding_23(X, cos_cache, sin_cache, position_ids=None, *, interleaved, num_heads, rotary_embedding_dim):
+    if X.ndim == 3 and not num_heads:
+        raise ValueError("a 3-D operand needs the attribute num_heads")
+    x = X if X.ndim == 4 else X.reshape(*X.shape[:2], num_heads, X.shape[2] // num_heads)
+    if position_ids is not None:
+        cos_cache, sin_cache = (jnp.take(cache, position_ids, axis=0) for cache in (cos_cache, sin_cache))
+    if 2 * cos_cache.shape[-1] != (rotary_embedding_dim or x.shape[-1]):
+        raise ValueError(f"{cos_cache.shape[-1]} angles for {rotary_embedding_dim or x.shape[-1]} elements")
+    axis = 1 if X.ndim == 4 else 2
+    cos, sin = jnp.expand_dims(cos_cache, axis), jnp.expand_dims(sin_cache, axis)
+    return rotated(x, cos, sin, interleaved).reshape(X.shape)
+
+
+# ---- gated activation ----------------------------------------------------------------------------------------------
+
+
+@operator()
+def SwiGLU_28(A, B, *, alpha):
+    return A * jax.nn.sigmoid(A * jnp.asarray(alpha, A.dtype)) * B
