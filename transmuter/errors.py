@@ -55,6 +55,8 @@ class GraphBreakError(TransmuterError):
     Attributes: `node`, `operator`, `operand` (name of the operand), `origin` (the chain of values that leads to it).
     """
 
-    def __init__(self, message: str, *, node: str = "", operator: str = "", operand: str = "", origin: Sequence[str] = ()):
+    def __init__(
+        self, message: str, *, node: str = "", operator: str = "", operand: str = "", origin: Sequence[str] = ()
+    ):
         super().__init__(message)
         self.node, self.operator, self.operand, self.origin = node, operator, operand, tuple(origin)

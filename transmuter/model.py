@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from transmuter import reading
-from transmuter.errors import InputError
+from transmuter.errors import InputError, LoweringError, UnsupportedOperatorError
 from transmuter.lowering import evaluation
 from transmuter.lowering.arrays import canonical, cast, compute_dtype, computed, is_string
 from transmuter.staging import exact_dtypes, staged
@@ -88,6 +89,7 @@ class Model:
     Attributes:
         inputs: `TensorSpec` of each input that a call must give, by name, in graph order.
         overridable_inputs: `TensorSpec` of each input that has a default among the weights.
+        lists_weights_as_inputs: Whether the format (IR version 3) forces every weight to be such an input.
         outputs: `TensorSpec` of each graph output, by name, in graph order.
         opsets: Version of each operator domain that the graph imports (`""` is ai.onnx).
         graph: The `onnx_ir.Graph`, sorted, with functions inlined where possible. Read it, do not change it.
@@ -110,6 +112,7 @@ class Model:
         self.inputs = {v.name: specs[v] for v in self.graph.inputs if v not in given}
         self.overridable_inputs = {v.name: specs[v] for v in self.graph.inputs if v in given}
         self.outputs = {v.name: specs[v] for v in self.graph.outputs}
+        self.lists_weights_as_inputs = (self._ir.ir_version or 0) < 4
         self.program = evaluation.Program(self.graph, self._ir.functions, self.opsets)
         self._store = _Store(device)
         self._homes: dict[str, dict[str, ir.Value]] = {"param": {}, "buffer": {}}
@@ -246,7 +249,7 @@ class Model:
         weights = {
             value: (params if kind == "param" else buffers)[name] for value, (kind, name) in self.weight_values.items()
         }
-        with self.lowering_dtypes():
+        with self.lowering_dtypes(), self.naming_disagreements(held):
             scope = self.scope(held, weights, key)
             work = self.program.work(self.graph, tuple(wanted.values()))
             evaluation.Evaluation(self.program).run(work, scope, keep=frozenset(wanted.values()))
@@ -262,6 +265,28 @@ class Model:
         if key is None and self.is_random:
             key = jax.random.key(self.seed)
         return evaluation.Scope(values, self.opsets, key=key)
+
+    @contextlib.contextmanager
+    def naming_disagreements(self, held: Mapping[ir.Value, Any]) -> Iterator[None]:
+        """Adds to the error of a failing node which inputs disagree on a symbolic dimension, if some do: exporters' symbols
+        can be wrong, so that alone is no error."""
+        try:
+            yield
+        except LoweringError as error:
+            found: dict[str, dict[int, str]] = {}
+            for value, array in held.items():
+                spec = self.inputs.get(value.name)
+                for symbol, size in zip((spec and spec.shape) or (), np.shape(array), strict=False):
+                    if isinstance(symbol, str):
+                        found.setdefault(symbol, {}).setdefault(size, value.name)
+            clashes = [
+                f"{symbol!r} is " + " and ".join(f"{size} in {name!r}" for size, name in sizes.items())
+                for symbol, sizes in found.items()
+                if len(sizes) > 1
+            ]
+            if not clashes:
+                raise
+            raise LoweringError(f"{error} The inputs disagree on a dimension: {'; '.join(clashes)}.") from error.__cause__
 
     def lowering_dtypes(self) -> _ComputeDtype:
         """A context in which lowerings compute in the model's compute type."""
@@ -379,8 +404,6 @@ class Model:
 
         jax.eval_shape(trace, {v.name: x for v, x in hidden.items()})
         if found:
-            from transmuter.errors import UnsupportedOperatorError
-
             raise UnsupportedOperatorError({name: list(dict.fromkeys(nodes)) for name, nodes in found.items()})
 
 
@@ -507,7 +530,7 @@ def _as_numpy(spec: TensorSpec, value: Any) -> np.ndarray:
         raise _wrong(spec, f"is {array.dtype.name}")
     if array.dtype == spec.dtype:
         return array
-    if literal and array.dtype != object:
+    if literal and array.dtype.kind in "biufc":
         with np.errstate(all="ignore"):
             wanted = array.astype(spec.dtype)
         same_kind = (

@@ -77,19 +77,36 @@ def read(source: Source) -> Weights:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}. Check the path.") from error
 
 
+def external_locations(path: Path) -> list[str]:
+    """The files, relative to the model's folder, in which its initializers lie."""
+    with open(path, "rb") as stream:
+        proto, token = _parse(stream, str(path))
+    graphs, found = [proto.graph], {}
+    while graphs:
+        graph = graphs.pop()
+        graphs += [inner for node in graph.node for a in node.attribute for inner in (a.g, *a.graphs) if a.type in _GRAPHS]
+        for tensor in graph.initializer:
+            found.update((e.value, None) for e in tensor.external_data if e.key == "location" and e.value != token)
+    return list(found)
+
+
 def _read_stream(stream: BinaryIO, path: Path | None) -> Weights:
-    name = str(path) if path else "The given source"
+    proto, token = _parse(stream, str(path) if path else "The given source")
+    return _build(proto, _Tensors(path.parent if path else None, path, stream, token))
+
+
+def _parse(stream: BinaryIO, name: str) -> tuple[onnx.ModelProto, str]:
+    """The model without its large initializers, and the location that those now have."""
     size = stream.seek(0, io.SEEK_END)
     if size == 0:
         raise ModelError(f"{name} is empty. Download or export the model again.")
     token = secrets.token_hex(8)
     try:
-        proto = onnx.ModelProto.FromString(_cut_model(stream, size, token))
+        return onnx.ModelProto.FromString(_cut_model(stream, size, token)), token
     except (google.protobuf.message.DecodeError, _WireError) as error:
         raise ModelError(
             f"{name} is not an ONNX model, or is truncated ({error}). Download or export it again."
         ) from error
-    return _build(proto, _Tensors(path.parent if path else None, path, stream, token))
 
 
 # ---- the wire ------------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class Segment:
                 key = jax.random.fold_in(key, count)
             held = {**stage.known, **dict.fromkeys(stage.host, HOST), **static}
             held.update(zip(self._arguments, arguments, strict=True))
-            with model.lowering_dtypes():
+            with model.lowering_dtypes(), model.naming_disagreements(held):
                 scope = model.scope(held, {values[name]: w for name, w in zip(shapes, weights, strict=True)}, key)
                 unsupported: dict[str, list[str]] = {}
                 promote = self._promote(held)
@@ -183,7 +183,7 @@ class Segment:
             if result is PENDING or result is HOST:
                 continue
             if is_known(result):
-                self.known_outputs[name] = result
+                self.known_outputs[name] = self.model.declared(value, result)
             else:
                 emitted[name] = self.model.declared(value, jax.tree.map(traced, result))
         self.emitted = list(emitted)

@@ -1,0 +1,322 @@
+"""Compiled models: signatures, breaks, prepared weights, transforms around them."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx
+import pytest
+from building import info, model_of
+from onnx import TensorProto, helper, numpy_helper
+
+import transmuter
+from transmuter import GraphBreakError
+
+RNG = np.random.default_rng(0)
+W = RNG.standard_normal((8, 8)).astype(np.float32)
+X = RNG.standard_normal((4, 8)).astype(np.float32)
+
+
+def plain() -> transmuter.Model:
+    """Two products with a Tanh between them: no break."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"]),
+        helper.make_node("Tanh", ["h"], ["t"]),
+        helper.make_node("Gemm", ["t", "w2"], ["y"], transB=1),
+    ]
+    weights = [numpy_helper.from_array(W, "w"), numpy_helper.from_array(W * 0.5, "w2")]
+    return transmuter.load(model_of(nodes, [info("x", ("n", 8))], [info("y", None)], weights))
+
+
+def breaking() -> transmuter.Model:
+    """`nonzero(x @ w > 0)` decides a shape in the middle; the rest gathers those elements and takes a product."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"]),
+        helper.make_node("Tanh", ["h"], ["t"]),
+        helper.make_node("Greater", ["t", "zero"], ["positive"]),
+        helper.make_node("NonZero", ["positive"], ["places"], name="places"),
+        helper.make_node("Transpose", ["places"], ["indices"], perm=[1, 0]),
+        helper.make_node("GatherND", ["t", "indices"], ["picked"]),
+        helper.make_node("Mul", ["picked", "picked"], ["squares"]),
+        helper.make_node("ReduceSum", ["squares"], ["s"], keepdims=0),
+        helper.make_node("MatMul", ["t", "w2"], ["u"]),
+        helper.make_node("Mul", ["u", "s"], ["y"]),
+    ]
+    weights = [numpy_helper.from_array(W, "w"), numpy_helper.from_array(W * 0.5, "w2"), numpy_helper.from_array(np.float32(0), "zero")]
+    return transmuter.load(model_of(nodes, [info("x", ("n", 8))], [info("y", None)], weights))
+
+
+def reference(params: dict, x: jax.Array) -> jax.Array:
+    t = jnp.tanh(jnp.matmul(x, params["w"], precision="highest"))
+    s = jnp.sum(jnp.where(t > 0, t, 0) ** 2)
+    return jnp.matmul(t, params["w2"], precision="highest") * s
+
+
+# ---- signatures ----------------------------------------------------------------------------------------------------
+
+
+def test_new_shapes_compile_and_known_ones_do_not() -> None:
+    compiled = transmuter.compile(plain(), {"x": X})
+    for rows, misses in ((4, 1), (4, 1), (2, 2), (4, 2), (2, 2)):
+        assert compiled(X[:rows])["y"].shape == (rows, 8)
+        assert compiled.cache_info().misses == misses
+    assert compiled.cache_info().hits == 3 + 1 - 0
+    info = compiled.cache_info().segments[0]
+    assert info.signature == "x float32[4, 8]" or info.signature == "x float32[2, 8]"
+    assert info.trace_seconds > 0
+    assert info.compile_seconds > 0
+
+
+def test_the_cache_forgets_what_was_used_least_recently() -> None:
+    compiled = transmuter.compile(plain(), cache_size=2)
+    for rows in (1, 2, 1, 3, 1, 2):
+        compiled(X[:rows])
+    assert (compiled.cache_info().misses, compiled.cache_info().evictions) == (4, 2)
+    compiled.cache_clear()
+    assert compiled.cache_info().segments == ()
+    assert compiled(X)["y"].shape == (4, 8)
+    with pytest.raises(ValueError, match="cache_size"):
+        transmuter.compile(plain(), cache_size=0)
+
+
+def test_an_input_that_decides_a_shape_enters_the_signature_by_itself() -> None:
+    nodes = [helper.make_node("Reshape", ["x", "shape"], ["y"])]
+    model = transmuter.load(model_of(nodes, [info("x", (4, 8)), info("shape", (None,), TensorProto.INT64)], [info("y", None)]))
+    compiled = transmuter.compile(model)
+    for shape in ([8, 4], [2, -1], [8, 4]):
+        wanted = X.reshape(shape)
+        assert compiled({"x": X, "shape": np.array(shape)})["y"].shape == wanted.shape
+    assert compiled.cache_info().misses == 2
+    assert len({s.stage.depth for s in compiled.segments}) == 1
+    assert "shape = [8, 4]" in str(compiled.explain())
+
+
+def branching() -> onnx.ModelProto:
+    branches = {
+        "then_branch": helper.make_graph([helper.make_node("Relu", ["x"], ["r"])], "t", [], [info("r", None)]),
+        "else_branch": helper.make_graph(
+            [helper.make_node("Concat", ["x", "x"], ["r"], axis=0)], "e", [], [info("r", None)]
+        ),
+    }
+    return model_of([helper.make_node("If", ["flag"], ["y"], name="choice", **branches)], [info("x", ("n", 8)), info("flag", (), TensorProto.BOOL)], [info("y", None)])
+
+
+def test_a_flag_that_decides_a_branch_enters_the_signature() -> None:
+    compiled = transmuter.compile(transmuter.load(branching()))
+    for flag in (True, False, True, False):
+        y = compiled({"x": X, "flag": np.array(flag)})["y"]
+        np.testing.assert_array_equal(y, np.maximum(X, 0) if flag else np.concatenate([X, X]))
+    assert compiled.cache_info().misses == 2
+    assert all(not s.breaks for s in compiled.segments)
+
+
+def test_a_branch_that_data_decides_is_compiled_after_the_break() -> None:
+    proto = branching()
+    proto.graph.node.insert(0, helper.make_node("Greater", ["m", "zero"], ["flag"]))
+    proto.graph.node.insert(0, helper.make_node("ReduceMax", ["x"], ["m"], keepdims=0))
+    del proto.graph.input[1]
+    proto.graph.initializer.append(numpy_helper.from_array(np.float32(0), "zero"))
+    compiled = transmuter.compile(transmuter.load(proto))
+    for x in (X, -abs(X), X):
+        y = compiled({"x": x})["y"]
+        np.testing.assert_array_equal(y, np.maximum(x, 0) if x.max() > 0 else np.concatenate([x, x]))
+    assert [s.stage.depth for s in compiled.segments] == [0, 1, 1]
+    assert compiled.explain().breaks[0].operator == "If"
+
+
+# ---- breaks --------------------------------------------------------------------------------------------------------
+
+
+def test_a_break_in_the_middle() -> None:
+    model = breaking()
+    compiled = transmuter.compile(model, {"x": X})
+    np.testing.assert_allclose(compiled(X)["y"], reference(model.params, X), rtol=1e-4, atol=1e-5)
+    first, second = compiled.segments
+    assert [b.operator for b in compiled.explain().breaks] == ["NonZero"]
+    assert first.nodes == 4, "what does not depend on the break runs before it"
+    assert compiled.explain().breaks[0].node == "places"
+    np.testing.assert_allclose(transmuter.run(model, {"x": X})["y"], reference(model.params, X), rtol=1e-4, atol=1e-5)
+
+
+def test_as_many_elements_at_other_places_do_not_recompile() -> None:
+    compiled = transmuter.compile(breaking(), {"x": X})
+    misses = compiled.cache_info().misses
+    flipped = np.ascontiguousarray(X[::-1])  # the same rows, so as many positive elements
+    np.testing.assert_allclose(compiled(flipped)["y"], reference(compiled.model.params, flipped), rtol=1e-4, atol=1e-5)
+    assert compiled.cache_info().misses == misses
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_gradients_flow_through_a_break(x64: bool) -> None:
+    with jax.enable_x64(x64):
+        model = breaking()
+        compiled = transmuter.compile(model)
+        params = model.params
+
+        def loss(params: dict, x: jax.Array) -> jax.Array:
+            return jnp.sum(compiled({"x": x}, params=params)["y"] ** 2)
+
+        def expected(params: dict, x: jax.Array) -> jax.Array:
+            return jnp.sum(reference(params, x) ** 2)
+
+        grads = jax.grad(loss, argnums=(0, 1))(params, jnp.asarray(X))
+        wanted = jax.grad(expected, argnums=(0, 1))(params, jnp.asarray(X))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4), grads, wanted)
+        through_own = jax.grad(lambda x: jnp.sum(compiled({"x": x})["y"] ** 2))(jnp.asarray(X))
+        np.testing.assert_allclose(through_own, wanted[1], rtol=2e-3, atol=2e-4)
+        value, _ = jax.value_and_grad(loss)(params, jnp.asarray(X))
+        np.testing.assert_allclose(value, expected(params, jnp.asarray(X)), rtol=1e-4)
+
+
+def test_a_break_that_a_transform_hides_is_named() -> None:
+    model = breaking()
+    compiled = transmuter.compile(model)
+    for call in (
+        jax.jit(lambda x: model.apply(model.params, {"x": x})),
+        jax.jit(lambda x: compiled({"x": x})),
+        lambda x: jax.vmap(lambda row: compiled({"x": row})["y"])(x[None]),
+    ):
+        with pytest.raises(GraphBreakError, match=r"'places' \(NonZero\) needs the contents of its operand 'x'") as caught:
+            call(jnp.asarray(X))
+        assert caught.value.operator == "NonZero"
+        assert any("Greater" in step for step in caught.value.origin)
+
+
+def test_strings_run_between_segments() -> None:
+    nodes = [
+        helper.make_node("LabelEncoder", ["s"], ["i"], domain="ai.onnx.ml", keys_strings=["a", "b"], values_int64s=[1, 0], default_int64=2),
+        helper.make_node("Gather", ["w", "i"], ["e"]),
+        helper.make_node("MatMul", ["e", "w"], ["y"]),
+    ]
+    imports = [helper.make_opsetid("", 18), helper.make_opsetid("ai.onnx.ml", 4)]
+    model = transmuter.load(
+        model_of(nodes, [info("s", (None,), TensorProto.STRING)], [info("y", None)], [numpy_helper.from_array(W, "w")], opset_imports=imports)
+    )
+    compiled = transmuter.compile(model)
+    for words, rows in ((["a", "b"], [1, 0]), (["b", "z"], [0, 2]), (["a"], [1])):
+        for call in (compiled, lambda x: transmuter.run(model, x)):
+            np.testing.assert_allclose(call({"s": np.array(words)})["y"], W[rows] @ W, rtol=1e-4, atol=1e-5)
+    assert max(s.stage.depth for s in compiled.segments) == 1
+
+
+# ---- weights -------------------------------------------------------------------------------------------------------
+
+
+def test_no_weight_is_a_constant_of_an_executable() -> None:
+    model = plain()
+    compiled = transmuter.compile(model, {"x": X})
+    [segment] = compiled.segments
+    for own in (True, False):
+        executable = segment.executable(own_params=own)
+        values = [jax.ShapeDtypeStruct(np.shape(v), np.float32) for v in (W, W)]
+        assert len(executable.weights) == 2
+        text = executable.function.lower(values, [jax.ShapeDtypeStruct((4, 8), np.float32)]).as_text()
+        assert "dense<" not in text or max(len(line) for line in text.splitlines() if "dense<" in line) < 200
+
+
+def convolution() -> transmuter.Model:
+    kernel = RNG.standard_normal((16, 4, 3, 3)).astype(np.float32)
+    nodes = [helper.make_node("Conv", ["x", "k", "b"], ["y"], pads=[1, 1, 1, 1])]
+    weights = [numpy_helper.from_array(kernel, "k"), numpy_helper.from_array(np.arange(20, dtype=np.float32)[:16] + kernel[:, 0, 0, 0], "b")]
+    return transmuter.load(model_of(nodes, [info("x", ("n", 4, None, None))], [info("y", None)], weights))
+
+
+def test_prepared_weights_replace_the_originals_until_somebody_asks() -> None:
+    model = convolution()
+    before = {name: np.array(p) for name, p in convolution_params(model).items()}
+    compiled = transmuter.compile(model)
+    x = RNG.standard_normal((2, 4, 6, 6)).astype(np.float32)
+    first = compiled(x)["y"]
+    np.testing.assert_allclose(first, transmuter.run(model, {"x": x})["y"], rtol=1e-4, atol=1e-5)
+    for name, array in model.params.items():
+        np.testing.assert_array_equal(array, before[name])
+    np.testing.assert_allclose(compiled({"x": x}, params=model.params)["y"], first, rtol=1e-4, atol=1e-5)
+    shorter = compiled(x[:1])["y"]
+    np.testing.assert_allclose(shorter, first[:1], rtol=1e-4, atol=1e-5)
+
+
+def convolution_params(model: transmuter.Model) -> dict[str, jax.Array]:
+    return model.params
+
+
+def test_given_params_are_used() -> None:
+    model = plain()
+    compiled = transmuter.compile(model, {"x": X})
+    doubled = {name: p * 2 for name, p in model.params.items()}
+    expected = model.apply(doubled, {"x": X})["y"]
+    np.testing.assert_allclose(compiled({"x": X}, params=doubled)["y"], expected, rtol=1e-5)
+    assert not np.allclose(compiled({"x": X})["y"], expected)
+
+
+# ---- transforms around it ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_jit_grad_checkpoint_and_vmap_around_a_compiled_model(x64: bool) -> None:
+    with jax.enable_x64(x64):
+        model = plain()
+        compiled = transmuter.compile(model)
+        x, params = jnp.asarray(X), model.params
+        expected = np.asarray(compiled({"x": x})["y"])
+        call = lambda x, params: compiled({"x": x}, params=params)["y"]
+        np.testing.assert_allclose(jax.jit(lambda x: compiled({"x": x})["y"])(x), expected, rtol=1e-5)
+        np.testing.assert_allclose(jax.jit(call)(x, params), expected, rtol=1e-5)
+        loss = lambda params: jnp.sum(call(x, params) ** 2)
+        wanted = jax.grad(lambda params: jnp.sum(model.apply(params, {"x": x})["y"] ** 2))(params)
+        for grad in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.checkpoint(loss))):
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grad(params), wanted)
+        rows = jax.vmap(lambda row: call(row[None], params)[0])(x)
+        np.testing.assert_allclose(rows, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_x64_flag_is_left_alone() -> None:
+    for flag in (False, True):
+        with jax.enable_x64(flag):
+            model = plain()
+            transmuter.run(model, {"x": X})
+            transmuter.compile(model, {"x": X})(X)
+            assert jax.config.jax_enable_x64 is flag
+
+
+# ---- randomness, threads -------------------------------------------------------------------------------------------
+
+
+def test_random_operators_draw_anew_with_each_call_and_repeat_with_a_seed() -> None:
+    nodes = [helper.make_node("RandomUniformLike", ["x"], ["y"])]
+    proto = model_of(nodes, [info("x", ("n", 8))], [info("y", None)])
+    compiled, again = transmuter.compile(transmuter.load(proto)), transmuter.compile(transmuter.load(proto))
+    other = transmuter.compile(transmuter.load(proto, seed=1))
+    draws = [np.asarray(compiled(X)["y"]) for _ in range(3)]
+    assert not np.allclose(draws[0], draws[1])
+    for draw in draws:
+        np.testing.assert_array_equal(again(X)["y"], draw)
+    assert not np.allclose(other(X)["y"], draws[0])
+    key = jax.random.key(3)
+    np.testing.assert_array_equal(compiled({"x": X}, key=key)["y"], compiled({"x": X}, key=key)["y"])
+    assert compiled.cache_info().misses == 1
+    assert not np.allclose(*(transmuter.run(compiled.model, {"x": X}, key=jax.random.key(k))["y"] for k in (0, 1)))
+
+
+def test_many_threads_compile_each_signature_once() -> None:
+    model = plain()
+    compiled = transmuter.compile(model)
+    wanted = {rows: np.asarray(transmuter.run(model, {"x": X[:rows]})["y"]) for rows in (1, 2, 3, 4)}
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for rows in np.random.default_rng(seed).integers(1, 5, 10):
+                np.testing.assert_allclose(compiled(X[:rows])["y"], wanted[rows], rtol=1e-4, atol=1e-5)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert compiled.cache_info().misses == 4
