@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from transmuter.lowering.arrays import canonical, dims, is_symbolic, traced
+from transmuter.lowering import arrays
+from transmuter.lowering.arrays import Array, canonical, cast, dims, dtype, is_float, is_symbolic, traced, xp
 from transmuter.lowering.registry import operator
 
 _KNOWN_UP_TO = 1 << 20
 """Results of more elements are made where they are needed: as known values they would be baked into the executable."""
+
+
+def can_be_known(shape: Sequence[Any]) -> bool:
+    """Whether an array of that shape may be known: it has no symbolic dimension, and is no burden as a constant."""
+    return all(isinstance(d, int) for d in shape) and math.prod(shape) <= _KNOWN_UP_TO
+
+
+def positions(size: Any) -> Array:
+    """The integers from 0 to `size - 1`: known, unless the size is symbolic."""
+    return np.arange(size) if isinstance(size, int) else jnp.arange(size, dtype=canonical(np.int64))
+
+
+# ---- constants -----------------------------------------------------------------------------------------------------
 
 
 @operator()
@@ -28,6 +44,7 @@ def Constant(
 ):
     typed = (
         (value, None),
+        (sparse_value, None),
         (value_float, np.float32),
         (value_floats, np.float32),
         (value_int, np.int64),
@@ -45,19 +62,76 @@ def Constant(
 def ConstantOfShape(shape, *, value):
     value = np.zeros((), np.float32) if value is None else value.reshape(())
     shape = dims(shape)
-    if all(isinstance(d, int) for d in shape) and math.prod(shape) <= _KNOWN_UP_TO:
-        return np.broadcast_to(value, shape)
-    return jnp.broadcast_to(traced(value), shape)
+    if any(isinstance(d, int) and d < 0 for d in shape):
+        raise ValueError("a dimension is negative")
+    return np.broadcast_to(value, shape) if can_be_known(shape) else jnp.broadcast_to(traced(value), shape)
+
+
+# ---- ranges and diagonals ------------------------------------------------------------------------------------------
 
 
 @operator(known=("start", "limit", "delta"))
-def Range(start, limit, delta):
-    """As the specification has it, element i is `start + i * delta`; ONNX Runtime adds up deltas."""
+def Range(start, limit, delta, *, stash_type=1):
+    """Element i is `start + i * delta`, as the specification has it; ONNX Runtime adds up deltas."""
     if any(is_symbolic(v) for v in (start, limit, delta)):
-        start, limit, delta = (dims(v)[0] for v in (start, limit, delta))
-        count = -((start - limit) // delta)
-        return jnp.arange(count, dtype=canonical(np.int64)) * delta + start
-    number = float if start.dtype.kind == "f" else int
-    first, last, step = (number(v.item()) for v in (start, limit, delta))
-    count = max(math.ceil((last - first) / step), 0)
-    return (np.arange(count) * delta.reshape(()) + start.reshape(())).astype(start.dtype)
+        return jnp.arange(*(dims(v)[0] for v in (start, limit, delta)), dtype=canonical(np.int64))
+    if delta == 0:
+        raise ValueError("delta is 0")
+    count = max(math.ceil((limit - start).item() / delta.item()), 0)
+    exact = np.float64 if is_float(start) else np.int64
+    return (start.astype(exact) + np.arange(count) * delta.astype(exact)).astype(start.dtype).reshape(-1)
+
+
+@operator()
+def EyeLike(x, *, dtype, k):
+    rows, columns = x.shape
+    diagonal = xp.equal(xp.expand_dims(positions(rows) + k, 1), positions(columns))
+    return cast(diagonal, x.dtype if dtype is None else arrays.dtype(dtype))
+
+
+@operator(known=("depth",))
+def OneHot(indices, depth, values, *, axis):
+    return _one_hot(indices, depth, values, axis, negative=False)
+
+
+@operator(known=("depth",))
+def OneHot_11(indices, depth, values, *, axis):
+    return _one_hot(indices, depth, values, axis, negative=True)
+
+
+def _one_hot(indices: Array, depth: np.ndarray, values: Array, axis: int, negative: bool) -> Array:
+    """`negative` indices count from the back; the others outside of the range are hot nowhere."""
+    indices = xp.expand_dims(cast(indices, np.int64), axis)
+    depth = dims(depth)[0]
+    classes = cast(positions(depth), indices.dtype)
+    classes = classes.reshape([-1 if i == axis % indices.ndim else 1 for i in range(indices.ndim)])
+    hot = xp.equal(indices, classes)
+    if negative:
+        hot = xp.logical_or(hot, xp.equal(indices, classes - depth))
+    return xp.where(hot, values[1], values[0])
+
+
+# ---- windows -------------------------------------------------------------------------------------------------------
+
+
+def _cosine_window(size: np.ndarray, periodic: int, output_datatype: int, *terms: float) -> np.ndarray:
+    """Sum of `terms[i] * cos(2 pi i n / period)`. A symmetric window of one sample is 1."""
+    period = size.item() - (not periodic)
+    phase = 2 * np.pi * np.arange(size.item()) / period if period else np.zeros(size.item())
+    window = sum(term * np.cos(i * phase) for i, term in enumerate(terms))
+    return (window if period else np.ones_like(phase)).astype(dtype(output_datatype))
+
+
+@operator(known=("size",))
+def HannWindow(size, *, periodic, output_datatype):
+    return _cosine_window(size, periodic, output_datatype, 0.5, -0.5)
+
+
+@operator(known=("size",))
+def HammingWindow(size, *, periodic, output_datatype):
+    return _cosine_window(size, periodic, output_datatype, 25 / 46, -21 / 46)
+
+
+@operator(known=("size",))
+def BlackmanWindow(size, *, periodic, output_datatype):
+    return _cosine_window(size, periodic, output_datatype, 0.42, -0.5, 0.08)

@@ -9,32 +9,215 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from transmuter.lowering.arrays import Array, contents, is_known, is_string, traced
+from transmuter.lowering.arrays import Array, cast, contents, dims, is_known, is_string, traced, xp
+from transmuter.lowering.creation import positions
 from transmuter.lowering.registry import operator
-
-# ---- gather --------------------------------------------------------------------------------------------------------
 
 
 def _from_front(indices: Array, size: Any) -> Array:
-    """Indices counted from the front. Known ones are checked; of traced ones nobody knows, so JAX clips them."""
+    """Indices counted from the front. Known ones are checked; traced ones that lie outside of the axis read the element
+    that is nearest, and write nothing."""
     if isinstance(indices, jax.Array):
-        size = size if isinstance(size, int) else lax.convert_element_type(jnp.asarray(size), indices.dtype)
+        size = size if isinstance(size, int) else cast(jnp.asarray(size), indices.dtype)
         return jnp.where(indices < 0, indices + size, indices)
     if not isinstance(size, int):
         return indices
     if indices.size and not (-size <= indices.min() and indices.max() < size):
-        raise ValueError(f"an index lies outside of the axis, which has {size} elements")
+        raise ValueError(f"an index lies outside of an axis of {size} elements")
     return np.where(indices < 0, indices + size, indices)
+
+
+def _readable(data: Array, indices: Array) -> Array:
+    """Indices into a string tensor as NumPy, as strings are."""
+    return contents(indices) if is_string(data) else indices
+
+
+# ---- gather --------------------------------------------------------------------------------------------------------
 
 
 @operator()
 def Gather(data, indices, *, axis):
-    if is_string(data):
-        indices = contents(indices)
     axis = axis % data.ndim
-    indices = _from_front(indices, data.shape[axis])
+    indices = _from_front(_readable(data, indices), data.shape[axis])
     if is_known((data, indices)):
         return np.asarray(np.take(data, indices, axis), data.dtype)
-    if is_known(indices) and indices.ndim == 0 and indices >= 0:
-        return lax.index_in_dim(data, int(indices), axis, keepdims=False)
+    if is_known(indices) and indices.ndim == 0:
+        return data[(slice(None),) * axis + (indices.item(),)]
     return jnp.take(traced(data), indices, axis, mode="clip")
+
+
+@operator()
+def GatherElements(data, indices, *, axis):
+    axis = axis % data.ndim
+    indices = _from_front(_readable(data, indices), data.shape[axis])
+    data = data[tuple(slice(None) if i == axis else slice(d) for i, d in enumerate(indices.shape))]
+    if is_known((data, indices)):
+        return np.take_along_axis(data, indices, axis)
+    return jnp.take_along_axis(traced(data), indices, axis, mode="clip")
+
+
+@operator()
+def GatherND(data, indices, *, batch_dims=0):
+    index = _coordinates(data, _readable(data, indices), batch_dims)
+    if is_known((data, *index)):
+        return np.asarray(data[index], data.dtype)
+    return traced(data).at[index].get(mode="clip")
+
+
+def _coordinates(data: Array, indices: Array, batch_dims: int = 0) -> tuple[Array, ...]:
+    """One index array per leading axis of `data`: positions in the batch, then what `indices` has on its last axis."""
+    where = indices.shape[:-1]
+    tuples = [_from_front(indices[..., i], data.shape[batch_dims + i]) for i in range(indices.shape[-1])]
+    return (*(_along(where, axis) for axis in range(batch_dims)), *tuples)
+
+
+def _along(shape: tuple[Any, ...], axis: int) -> Array:
+    """The positions on one axis, to be broadcast to `shape`."""
+    return positions(shape[axis]).reshape([-1 if i == axis else 1 for i in range(len(shape))])
+
+
+# ---- scatter -------------------------------------------------------------------------------------------------------
+
+
+_REDUCTIONS = {
+    "none": ("set", None),
+    "add": ("add", np.add),
+    "mul": ("multiply", np.multiply),
+    "min": ("min", np.minimum),
+    "max": ("max", np.maximum),
+}
+
+
+def _scatter(data: Array, index: tuple[Array, ...], updates: Array, reduction: str = "none") -> Array:
+    """`data` with `updates` placed at `index`, or combined with what is there."""
+    method, ufunc = _REDUCTIONS[reduction]
+    if not is_known((data, updates, *index)):
+        return getattr(traced(data).at[index], method)(updates)
+    result = np.array(data, np.result_type(data, updates))
+    if ufunc is None:
+        result[index] = updates
+    else:
+        ufunc.at(result, index, updates)
+    return result
+
+
+@operator("Scatter", "ScatterElements")
+def ScatterElements(data, indices, updates, *, axis, reduction="none"):
+    axis = axis % data.ndim
+    index = [_along(indices.shape, i) for i in range(data.ndim)]
+    index[axis] = _from_front(_readable(data, indices), data.shape[axis])
+    return _scatter(data, tuple(index), updates, reduction)
+
+
+@operator()
+def ScatterND(data, indices, updates, *, reduction="none"):
+    return _scatter(data, _coordinates(data, _readable(data, indices)), updates, reduction)
+
+
+@operator()
+def TensorScatter(past_cache, update, write_indices=None, *, mode, axis):
+    cache, update = (jnp.moveaxis(x, axis, 1) for x in (past_cache, update))
+    batch, length = update.shape[:2]
+    place = jnp.expand_dims(jnp.asarray(positions(length)), 0)
+    if write_indices is not None:
+        place = cast(place, write_indices.dtype) + jnp.expand_dims(write_indices, 1)
+    if mode == "circular":
+        place = place % cache.shape[1]
+    return jnp.moveaxis(_scatter(cache, (_along((batch, length), 0), place), update), 1, axis)
+
+
+# ---- selection -----------------------------------------------------------------------------------------------------
+
+
+@operator(known=("condition",))
+def Compress(x, condition, *, axis):
+    chosen = np.flatnonzero(condition)
+    return Gather(xp.reshape(x, -1), chosen, axis=0) if axis is None else Gather(x, chosen, axis=axis)
+
+
+@operator(known=("x",))
+def NonZero(x):
+    """The place of the only element of a scalar has no coordinates."""
+    return np.argwhere(x).T
+
+
+@operator(reads=("x",))
+def Unique(x, *, axis, sorted):
+    """Y takes its elements from X, so that gradients flow. NaNs are equal to each other."""
+    if axis is None:
+        x, axis = xp.reshape(x, -1), 0
+    held = contents(x)
+    held = held.astype(str) if is_string(held) else held
+    _, first, inverse, counts = np.unique(held, return_index=True, return_inverse=True, return_counts=True, axis=axis)
+    order = np.arange(first.size) if sorted else np.argsort(first)
+    inverse = np.argsort(order)[inverse.reshape(-1)]
+    return Gather(x, first[order], axis=axis), first[order], inverse, counts[order]
+
+
+# ---- sorting -------------------------------------------------------------------------------------------------------
+
+
+@operator()
+def TopK(x, *, k, axis):
+    return _top_k(x, k, axis, largest=True)
+
+
+@operator(known=("k",))
+def TopK_10(x, k, *, axis, largest=1, sorted=1):
+    return _top_k(x, dims(k)[0], axis, bool(largest))
+
+
+def _top_k(x: Array, k: Any, axis: int, largest: bool) -> tuple[Array, Array]:
+    """The lower index comes first among equals; NaN is the largest value."""
+    if isinstance(k, int) and isinstance(x.shape[axis], int) and not 0 <= k <= x.shape[axis]:
+        raise ValueError(f"k is {k}, but the axis has {x.shape[axis]} elements")
+    if largest and isinstance(x, jax.Array):
+        order = lax.top_k(jnp.where(x == 0, jnp.zeros((), x.dtype), x), k, axis=axis % x.ndim)[1]  # -0 equals 0
+    elif largest:
+        order = x.shape[axis] - 1 - np.flip(np.argsort(np.flip(x, axis), axis, stable=True), axis)
+    else:
+        order = xp.argsort(x, axis, stable=True)
+    order = order[(slice(None),) * (axis % x.ndim) + (slice(k),)]
+    return GatherElements(x, order, axis=axis), cast(order, np.int64)
+
+
+# ---- non-maximum suppression ---------------------------------------------------------------------------------------
+
+
+@operator(known=("boxes", "scores", "max_output_boxes_per_class", "iou_threshold", "score_threshold"))
+def NonMaxSuppression(
+    boxes, scores, max_output_boxes_per_class=None, iou_threshold=None, score_threshold=None, *, center_point_box
+):
+    most = 0 if max_output_boxes_per_class is None else max_output_boxes_per_class.item()
+    overlap = np.float32(0 if iou_threshold is None else iou_threshold.item())
+    low, high = _corners(boxes, center_point_box)
+    selected = [np.zeros((0, 3), np.int64)]
+    for batch, of_class in np.ndindex(scores.shape[:2]):
+        score = scores[batch, of_class]
+        candidates = np.argsort(-score, stable=True)
+        if score_threshold is not None:
+            candidates = candidates[score[candidates] > score_threshold.item()]
+        kept = _suppress(low[batch], high[batch], candidates, most, overlap)
+        selected.append(np.array([(batch, of_class, box) for box in kept], np.int64).reshape(-1, 3))
+    return np.concatenate(selected)
+
+
+def _corners(boxes: np.ndarray, center_point_box: int) -> tuple[np.ndarray, np.ndarray]:
+    """The lowest and the highest coordinates of boxes: [..., 2] each."""
+    one, other = boxes[..., :2], boxes[..., 2:]
+    if center_point_box:
+        one, other = one - other / 2, one + other / 2
+    return np.minimum(one, other), np.maximum(one, other)
+
+
+def _suppress(low: np.ndarray, high: np.ndarray, candidates: np.ndarray, most: int, overlap: np.float32) -> list[int]:
+    """Of candidates in order of preference, at most so many of which no two overlap by more than `overlap`."""
+    kept: list[int] = []
+    while candidates.size and len(kept) < most:
+        best, candidates = candidates[0], candidates[1:]
+        kept.append(best)
+        sides = np.minimum(high[candidates], high[best]) - np.maximum(low[candidates], low[best])
+        shared = np.maximum(sides, 0).prod(-1)
+        union = (high[best] - low[best]).prod() + (high[candidates] - low[candidates]).prod(-1) - shared
+        candidates = candidates[~(shared > overlap * union)]
+    return kept
