@@ -3,75 +3,454 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+import onnx_ir as ir
 from jax import lax
 
-from transmuter.lowering.arrays import Array, cast, dtype, is_float, xp
+from transmuter.lowering.arrays import (
+    Array,
+    cast,
+    contents,
+    dtype,
+    is_float,
+    is_known,
+    is_string,
+    is_symbolic,
+    traced,
+    xp,
+)
 from transmuter.lowering.registry import operator
+
+# ---- how operators of one and of two operands are registered -------------------------------------------------------
+
+
+def _unary(function: Callable[[Array], Array]) -> Callable[..., Array]:
+    """An operator of one operand; `consumed_inputs` is a hint that opset 1 had."""
+
+    def lowering(x, *, consumed_inputs):
+        return function(x)
+
+    return lowering
+
+
+def _binary(function: Callable[[Array, Array], Array]) -> Callable[..., Array]:
+    """An operator of two operands that are broadcast as NumPy does."""
+
+    def lowering(a, b):
+        return function(a, b)
+
+    return lowering
+
+
+def _binary_from_axis(function: Callable[[Array, Array], Array]) -> Callable[..., Array]:
+    """The same up to opset 6: with `broadcast`, `b` has part of the shape of `a`, from `axis` on or at its end."""
+
+    def lowering(a, b, *, broadcast, axis, consumed_inputs):
+        if not broadcast and a.shape != b.shape:
+            raise ValueError(f"shapes {a.shape} and {b.shape} differ, and the attribute broadcast is not set")
+        if axis is not None and b.ndim:
+            b = xp.reshape(b, b.shape + (1,) * (a.ndim - axis % a.ndim - b.ndim))
+        return function(a, b)
+
+    return lowering
+
 
 # ---- arithmetic ----------------------------------------------------------------------------------------------------
 
 
-def _broadcast_from_axis(a: Array, b: Array, broadcast: int, axis: int | None) -> Array:
-    """`b` with the trailing dimensions of size 1 that opset 1 to 6 left implicit: it lines up with `a` from `axis` on."""
-    if not broadcast or axis is None:
-        return b
-    return xp.reshape(b, b.shape + (1,) * (a.ndim - axis % a.ndim - b.ndim))
-
-
-@operator()
-def Add(a, b, *, broadcast, axis=None):
-    return xp.add(a, _broadcast_from_axis(a, b, broadcast, axis))
-
-
-@operator()
-def Add_7(a, b):
-    return xp.add(a, b)
-
-
-@operator()
-def Div_7(a, b):
+def _divide(a: Array, b: Array) -> Array:
     """Integer division truncates towards zero, as C++ does."""
     if is_float(a):
         return xp.divide(a, b)
-    if isinstance(a, jax.Array) or isinstance(b, jax.Array):
-        return lax.div(*jnp.broadcast_arrays(a, b))
-    if a.dtype == object or b.dtype == object:  # symbolic dimensions, which are never negative
+    if is_symbolic(a) or is_symbolic(b):  # dimensions are never negative
         return np.floor_divide(a, b)
-    quotient = xp.floor_divide(a, b)
-    inexact = xp.not_equal(xp.multiply(quotient, b), a)
-    return cast(quotient + (inexact & ((a < 0) != (b < 0))), a.dtype)
+    if is_known((a, b)):
+        return xp.floor_divide(xp.subtract(a, xp.fmod(a, b)), b)
+    return lax.div(*jnp.broadcast_arrays(a, b))
 
 
-@operator("Max_8")
-def _max(*xs):
-    return functools.reduce(xp.maximum, xs)
+def _power(x: Array, y: Array) -> Array:
+    """The result has the type of the base, whatever that of the exponent is."""
+    if not is_float(x) and is_float(y):
+        return cast(xp.power(cast(x, np.float64), cast(y, np.float64)), x.dtype)
+    y = cast(y, x.dtype)
+    if not is_float(x):  # 1 / x, truncated, is 0 but for 1 and -1
+        return xp.where(xp.logical_or(y >= 0, xp.abs(x) == 1), xp.power(x, xp.abs(y)), 0)
+    if is_known((x, y)):
+        return xp.power(x, y)
+    if not is_known(y):
+        return _float_power(*jnp.broadcast_arrays(x, y))
+    if y.size == 1 and y.ndim <= x.ndim and y.item() in (1, 2, 3, 4):
+        return lax.integer_pow(x, int(y.item()))
+    return jnp.power(x, y)
+
+
+@jax.custom_jvp
+def _float_power(x: jax.Array, y: jax.Array) -> jax.Array:
+    """A power whose derivative by the exponent is 0, not NaN, where the base is not positive: an exponent that is
+    trained along with the other weights is mostly the 2 of a variance."""
+    return lax.pow(x, y)
+
+
+@_float_power.defjvp
+def _(primals, tangents):
+    (x, y), (dx, dy) = primals, tangents
+    power = _float_power(x, y)
+    slope = jnp.where(y == 0, 0, y * lax.pow(x, jnp.where(y == 0, 1, y - 1)))
+    return power, dx * slope + dy * jnp.where(x > 0, power * jnp.log(jnp.where(x > 0, x, 1)), 0)
+
+
+def _maximum(a: Array, b: Array) -> Array:
+    """NaN where one is NaN."""
+    return _of_dimensions(jax.core.max_dim, a, b) if is_symbolic(a) or is_symbolic(b) else xp.maximum(a, b)
+
+
+def _minimum(a: Array, b: Array) -> Array:
+    """NaN where one is NaN."""
+    return _of_dimensions(jax.core.min_dim, a, b) if is_symbolic(a) or is_symbolic(b) else xp.minimum(a, b)
+
+
+def _of_dimensions(function: Callable[[Any, Any], Any], a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.frompyfunc(function, 2, 1)(a, b)
+
+
+@operator("Mod_10")
+def Mod(a, b, *, fmod):
+    """With `fmod` the result has the sign of the dividend, without that of the divisor, a zero included."""
+    if fmod:
+        return xp.fmod(a, b)
+    remainder = xp.mod(a, b)
+    return xp.where(remainder == 0, xp.copysign(remainder, b), remainder) if is_float(a) else remainder
+
+
+@operator()
+def Max(*xs, consumed_inputs):
+    return functools.reduce(_maximum, xs)
+
+
+@operator()
+def Min(*xs, consumed_inputs):
+    return functools.reduce(_minimum, xs)
+
+
+@operator()
+def Sum(*xs, consumed_inputs):
+    return functools.reduce(xp.add, xs)
+
+
+@operator()
+def Mean(*xs, consumed_inputs):
+    return xp.divide(functools.reduce(xp.add, xs), np.asarray(len(xs), xs[0].dtype))
+
+
+@operator()
+def Clip(x, *, min, max, consumed_inputs):
+    return Clip_11(x, *(None if bound is None else cast(np.float64(bound), x.dtype) for bound in (min, max)))
+
+
+@operator()
+def Clip_11(x, min=None, max=None):
+    x = x if min is None else _maximum(x, min)
+    return x if max is None else _minimum(x, max)
+
+
+# ---- bits and special values ---------------------------------------------------------------------------------------
+
+
+@operator("BitShift_11")
+def BitShift(x, y, *, direction):
+    return {"LEFT": xp.left_shift, "RIGHT": xp.right_shift}[direction](x, y)
+
+
+@operator("IsInf_10")
+def IsInf(x, *, detect_negative, detect_positive):
+    values = [float("inf")] * bool(detect_positive) + [float("-inf")] * bool(detect_negative)
+    return functools.reduce(xp.logical_or, [xp.equal(x, value) for value in values], xp.zeros_like(x, bool))
+
+
+@operator("Where_9")
+def Where(condition, x, y):
+    if is_string(x) or is_string(y):
+        condition = _readable(condition)
+    return xp.where(condition, x, y)
+
+
+def _readable(x: Array) -> np.ndarray:
+    held = contents(x)
+    if held is None:
+        raise ValueError("strings only exist outside of JAX transforms, but one hides the contents of an operand")
+    return held
 
 
 # ---- activations ---------------------------------------------------------------------------------------------------
 
 
-@operator()
-def Relu(x, *, consumed_inputs=None):
-    return jnp.maximum(x, jnp.zeros((), x.dtype))
+def _gelu(x: Array) -> Array:
+    return x * 0.5 * (1 + lax.erf(x * 0.5**0.5))
+
+
+def _softsign(x: Array) -> Array:
+    return x / (1 + jnp.abs(x))
+
+
+def _hard_swish(x: Array) -> Array:
+    return x * jnp.clip(x / 6 + 0.5, 0, 1)
 
 
 @operator()
-def LeakyRelu(x, *, alpha, consumed_inputs=None):
-    return jnp.where(x < 0, x * jnp.asarray(alpha, x.dtype), x)
+def LeakyRelu(x, *, alpha, consumed_inputs):
+    return jnp.where(x < 0, x * alpha, x)
+
+
+@operator()
+def PRelu(x, slope, *, consumed_inputs):
+    """Up to opset 6 a slope of several elements is one per channel."""
+    if slope.size > 1 and slope.ndim == 1:
+        slope = jnp.reshape(slope, (-1,) + (1,) * (x.ndim - 2))
+    return PRelu_7(x, slope)
+
+
+@operator()
+def PRelu_7(x, slope):
+    return jnp.where(x < 0, x * slope, x)
+
+
+@operator()
+def Elu(x, *, alpha, consumed_inputs):
+    return jnp.where(x > 0, x, alpha * jnp.expm1(jnp.where(x > 0, 0, x)))
+
+
+@operator("Celu_12")
+def Celu(x, *, alpha):
+    return jnp.maximum(x, 0) + jnp.minimum(alpha * jnp.expm1(jnp.where(x / alpha > 0, 0, x / alpha)), 0)
+
+
+@operator()
+def Selu(x, *, alpha, gamma, consumed_inputs):
+    return gamma * Elu(x, alpha=alpha, consumed_inputs=None)
+
+
+@operator("ThresholdedRelu_10")
+def ThresholdedRelu(x, *, alpha):
+    return jnp.where(x > alpha, x, 0)
+
+
+@operator()
+def HardSigmoid(x, *, alpha, beta, consumed_inputs):
+    return jnp.clip(x * alpha + beta, 0, 1)
+
+
+@operator("Gelu_20")
+def Gelu(x, *, approximate):
+    return jax.nn.gelu(x, approximate=True) if approximate == "tanh" else _gelu(x)
+
+
+@operator("Swish_24")
+def Swish(x, *, alpha):
+    return x * lax.logistic(x * alpha)
+
+
+@operator("Shrink_9")
+def Shrink(x, *, lambd, bias):
+    """Integers are shrunk as floats, then truncated."""
+    y = x if is_float(x) else cast(x, np.float64)
+    return cast(jnp.where(y < -lambd, y + bias, jnp.where(y > lambd, y - bias, 0)), x.dtype)
+
+
+@operator("Gelu", domain="com.microsoft")
+def _gelu_of_microsoft(x):
+    return _gelu(x)
+
+
+@operator(domain="com.microsoft")
+def BiasGelu(a, b):
+    return _gelu(a + b)
+
+
+@operator(domain="com.microsoft")
+def FastGelu(x, bias=None):
+    return jax.nn.gelu(x if bias is None else x + bias, approximate=True)
+
+
+@operator(domain="com.microsoft")
+def QuickGelu(x, *, alpha=1.702):
+    return Swish(x, alpha=alpha)
 
 
 # ---- dtypes --------------------------------------------------------------------------------------------------------
 
 
-@operator()
-def Cast_6(x, *, to):
-    return cast(x, dtype(to))
+@operator("Cast")
+def _cast_to_name(x, *, to):
+    return _convert(x, dtype(ir.DataType[to]))
 
 
-@operator()
-def Where(condition, x, y):
-    return xp.where(condition, x, y)
+@operator("Cast_6")
+def Cast(x, *, to, saturate=1, round_mode="up"):
+    """A float that does not fit an integer type, which ONNX leaves undefined, becomes the nearest integer of 32 or 64
+    bits and loses the bits above those of a smaller type; NaN becomes 0. A string holds 8 significant digits of a
+    float, as in ONNX Runtime."""
+    return _convert(x, dtype(to), saturate, round_mode)
+
+
+@operator("CastLike_15")
+def CastLike(x, target_type, *, saturate=1, round_mode="up"):
+    wanted = np.dtype(np.int64) if is_symbolic(target_type) else target_type.dtype
+    return _convert(x, wanted, saturate, round_mode)
+
+
+@operator("BitCast_26", exact_dtypes=True)
+def BitCast(x, *, to):
+    target = ir.DataType(to)
+    given = ir.DataType.from_numpy(x.dtype)
+    if given is ir.DataType.STRING or given.bitwidth != target.bitwidth:
+        hint = ". JAX holds 64-bit types only with jax_enable_x64" if 64 in (given.bitwidth, target.bitwidth) else ""
+        raise ValueError(f"{given.name} and {target.name} differ in width{hint}")
+    if given is ir.DataType.BOOL:
+        x = cast(x, np.uint8)
+    if target is ir.DataType.BOOL:
+        return xp.not_equal(_bits(x, np.uint8), 0)
+    return cast(_bits(x, target.numpy()), dtype(to))
+
+
+def _bits(x: Array, wanted: Any) -> Array:
+    """The bits of `x` as another dtype of the same width."""
+    return lax.bitcast_convert_type(x, wanted) if isinstance(x, jax.Array) else np.asarray(x).view(wanted)
+
+
+def _convert(x: Array, wanted: np.dtype, saturate: int = 1, round_mode: str = "up") -> Array:
+    """`x` in the dtype `wanted`, as Cast defines it."""
+    if wanted.kind == "O":
+        return _to_strings(_readable(x))
+    if is_string(x):
+        return _convert(_from_strings(x, wanted), wanted, saturate)
+    if is_symbolic(x) and not jnp.issubdtype(wanted, jnp.integer):
+        x = traced(x)
+    if "float6_" in f"{wanted.name} {x.dtype.name}" and not is_known(x):
+        raise ValueError("XLA has no 6-bit floats; only constants can have this type")
+    if wanted.name == "float8_e8m0fnu":
+        return _to_powers_of_two(x, saturate, round_mode)
+    if wanted.name.startswith("float8"):
+        x = x if x.dtype == np.float64 else cast(x, np.float32)
+        largest = float(ml_dtypes.finfo(wanted).max)
+        return cast(xp.clip(x, -largest, largest) if saturate else x, wanted)
+    if is_float(x) and jnp.issubdtype(wanted, jnp.integer):
+        return _truncate(x, wanted)
+    return cast(x, wanted)
+
+
+def _truncate(x: Array, wanted: np.dtype) -> Array:
+    """Floats as integers; see `Cast` for those that do not fit."""
+    x = cast(x, np.float32) if x.dtype.itemsize < 4 else x
+    wide = wanted if wanted.itemsize >= 4 else np.dtype(np.int32)
+    if is_known(x):  # what XLA does by itself
+        low, high = np.iinfo(wide).min, np.iinfo(wide).max
+        fits = (x > low) & (x < high)
+        ends = np.where(np.isnan(x), 0, np.where(x < 0, low, high))
+        return cast(np.where(fits, cast(np.where(fits, x, 0), wide), ends), wanted)
+    return cast(cast(x, wide), wanted)
+
+
+def _to_powers_of_two(x: Array, saturate: int, round_mode: str) -> Array:
+    """The exponents of float32 numbers as float8_e8m0, rounded by what their fractions say. The sign, which that type
+    lacks, is dropped."""
+    bits = xp.bitwise_and(_bits(cast(x, np.float32), np.uint32), np.uint32(0x7FFFFFFF))
+    exponent, fraction = xp.right_shift(bits, np.uint32(23)), xp.bitwise_and(bits, np.uint32(0x7FFFFF))
+    # subnormal numbers from the smallest result, 2**-127, on: the bit that normal ones leave out goes
+    fraction = xp.where(exponent == 0, xp.bitwise_and(fraction * np.uint32(2), np.uint32(0x7FFFFF)), fraction)
+    ups = {"up": fraction > 0, "nearest": fraction >= 0x400000, "down": xp.zeros_like(fraction, bool)}
+    result = xp.add(exponent, cast(ups[round_mode], np.uint32))
+    not_a_number, too_small = bits > 0x7F800000, bits < 0x400000
+    if saturate:
+        result = xp.where(too_small, 0, xp.minimum(result, np.uint32(254)))
+    else:
+        not_a_number = xp.logical_or(not_a_number, too_small)
+    return _bits(cast(xp.where(not_a_number, 255, result), np.uint8), ml_dtypes.float8_e8m0fnu)
+
+
+def _to_strings(x: np.ndarray) -> np.ndarray:
+    if is_string(x):
+        return x
+    number = (lambda v: f"{float(v):.8g}") if is_float(x) else (lambda v: str(int(v)))
+    named = {"nan": "NaN", "inf": "INF", "-inf": "-INF"}
+    texts = [number(v) for v in x.reshape(-1)]
+    return np.array([named.get(text, text) for text in texts], object).reshape(x.shape)
+
+
+def _from_strings(x: np.ndarray, wanted: np.dtype) -> np.ndarray:
+    """The numbers that strings say, in the widest dtype of the kind that `wanted` is."""
+    if jnp.issubdtype(wanted, jnp.floating):
+        return np.array([float(text) for text in x.reshape(-1)], np.float64).reshape(x.shape)
+    numbers = [int(text) if text.strip().lstrip("+-").isdigit() else int(float(text)) for text in x.reshape(-1)]
+    return np.array(numbers, np.uint64 if wanted == np.uint64 else np.int64).reshape(x.shape)
+
+
+# ---- operators that JAX has as they are ----------------------------------------------------------------------------
+
+_UNARY = {
+    "Abs": xp.abs,
+    "Neg": xp.negative,
+    "Sign_9": xp.sign,
+    "Reciprocal": xp.reciprocal,
+    "Sqrt": xp.sqrt,
+    "Exp": xp.exp,
+    "Log": xp.log,
+    "Erf_9": lax.erf,
+    "Floor": xp.floor,
+    "Ceil": xp.ceil,
+    "Round_11": xp.round,
+    "Sin_7": xp.sin,
+    "Cos_7": xp.cos,
+    "Tan_7": xp.tan,
+    "Asin_7": xp.arcsin,
+    "Acos_7": xp.arccos,
+    "Atan_7": xp.arctan,
+    "Sinh_9": xp.sinh,
+    "Cosh_9": xp.cosh,
+    "Tanh": xp.tanh,
+    "Asinh_9": xp.arcsinh,
+    "Acosh_9": xp.arccosh,
+    "Atanh_9": xp.arctanh,
+    "Not": xp.logical_not,
+    "BitwiseNot_18": xp.bitwise_not,
+    "IsNaN_9": xp.isnan,
+    "Relu": jax.nn.relu,
+    "Sigmoid": lax.logistic,
+    "Softplus": jax.nn.softplus,
+    "Softsign": _softsign,
+    "HardSwish_14": _hard_swish,
+    "Mish_18": jax.nn.mish,
+}
+_BINARY = {
+    "Add": xp.add,
+    "Sub": xp.subtract,
+    "Mul": xp.multiply,
+    "Div": _divide,
+    "Pow": _power,
+    "Equal": xp.equal,
+    "Greater": xp.greater,
+    "Less": xp.less,
+    "And": xp.logical_and,
+    "Or": xp.logical_or,
+    "Xor": xp.logical_xor,
+}
+_NEWER_BINARY = {
+    "GreaterOrEqual_12": xp.greater_equal,
+    "LessOrEqual_12": xp.less_equal,
+    "BitwiseAnd_18": xp.bitwise_and,
+    "BitwiseOr_18": xp.bitwise_or,
+    "BitwiseXor_18": xp.bitwise_xor,
+}
+for _name, _function in _UNARY.items():
+    operator(_name)(_unary(_function))
+for _name, _function in _BINARY.items():
+    operator(_name)(_binary_from_axis(_function))
+    operator(f"{_name}_7")(_binary(_function))
+for _name, _function in _NEWER_BINARY.items():
+    operator(_name)(_binary(_function))

@@ -1,0 +1,212 @@
+"""Operators that combine the elements along axes: sums, extremes, cumulative sums, softmax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+
+from transmuter.lowering.arrays import Array, cast, dims, is_float, shape_vector, xp
+from transmuter.lowering.elementwise import _divide
+from transmuter.lowering.registry import operator
+
+Axes = tuple[int, ...]
+
+_HALVES = (np.float16, ml_dtypes.bfloat16)
+
+
+def _widened(x: Array) -> Array:
+    """Half types as float32, in which they are accumulated."""
+    return cast(x, np.float32) if x.dtype in _HALVES else x
+
+
+# ---- reductions ----------------------------------------------------------------------------------------------------
+
+
+def _reduction(function: Callable[[Array, Axes], Array]) -> Callable[[Array, Axes], Array]:
+    """Registers `function`, which reduces along axes and keeps them with size 1: with axes as an attribute and, from
+    opset 18 on (13 for ReduceSum), as an operand."""
+    name = function.__name__
+
+    def reduce(data: Array, axes: Axes, keepdims: int) -> Array:
+        axes = tuple(axis % data.ndim for axis in axes)
+        result = function(_widened(data), axes)
+        result = result if result.dtype == data.dtype else cast(result, data.dtype)
+        return result if keepdims else xp.squeeze(result, axis=axes)
+
+    @operator(name)
+    def by_attribute(data, *, axes, keepdims):
+        return reduce(data, axes or tuple(range(data.ndim)), keepdims)
+
+    @operator(f"{name}_{13 if name == 'ReduceSum' else 18}", known=("axes",))
+    def by_operand(data, axes=None, *, keepdims, noop_with_empty_axes):
+        axes = () if axes is None else dims(axes)
+        return reduce(data, axes if axes or noop_with_empty_axes else tuple(range(data.ndim)), keepdims)
+
+    return function
+
+
+@_reduction
+def ReduceSum(x, axes):
+    return xp.sum(x, axis=axes, dtype=x.dtype, keepdims=True)
+
+
+@_reduction
+def ReduceProd(x, axes):
+    return xp.prod(x, axis=axes, dtype=x.dtype, keepdims=True)
+
+
+@_reduction
+def ReduceMean(x, axes):
+    total = ReduceSum(x, axes)
+    count = xp.prod(cast(shape_vector([x.shape[axis] for axis in axes]), x.dtype), dtype=x.dtype)
+    return _divide(total, count)
+
+
+@_reduction
+def ReduceMax(x, axes):
+    return xp.max(x, axis=axes, keepdims=True, initial=_extreme(x, "min") if 0 in x.shape else None)
+
+
+@_reduction
+def ReduceMin(x, axes):
+    return xp.min(x, axis=axes, keepdims=True, initial=_extreme(x, "max") if 0 in x.shape else None)
+
+
+@_reduction
+def ReduceL1(x, axes):
+    return ReduceSum(xp.abs(x), axes)
+
+
+@_reduction
+def ReduceL2(x, axes):
+    return _positive(_as_float(ReduceSumSquare(x, axes)), xp.sqrt, 0)
+
+
+@_reduction
+def ReduceSumSquare(x, axes):
+    return ReduceSum(xp.square(x), axes)
+
+
+@_reduction
+def ReduceLogSum(x, axes):
+    return xp.log(_as_float(ReduceSum(x, axes)))
+
+
+@_reduction
+def ReduceLogSumExp(x, axes):
+    x = _as_float(x)
+    largest = ReduceMax(lax.stop_gradient(x) if isinstance(x, jax.Array) else x, axes)
+    largest = xp.where(xp.isfinite(largest), largest, 0)
+    return xp.add(_positive(ReduceSum(xp.exp(xp.subtract(x, largest)), axes), xp.log, -np.inf), largest)
+
+
+def _extreme(x: Array, which: str) -> float | int | bool:
+    """The smallest (`"min"`) or largest value of the dtype of `x`."""
+    if is_float(x):
+        return {"min": -np.inf, "max": np.inf}[which]
+    return which == "max" if x.dtype == bool else int(getattr(np.iinfo(x.dtype), which))
+
+
+def _as_float(x: Array) -> Array:
+    return x if is_float(x) else cast(x, np.float64)
+
+
+def _positive(x: Array, function: Callable[[Array], Array], at_zero: float) -> Array:
+    """`function` of a sum that may be 0, where its derivative would be infinite: there it is 0."""
+    zero = xp.equal(x, 0)
+    return xp.where(zero, at_zero, function(xp.where(zero, 1, x)))
+
+
+# ---- indices of extremes -------------------------------------------------------------------------------------------
+
+
+def _index(name: str, function: Callable[..., Array]) -> None:
+    """Registers `function` (argmax, argmin), which finds the first of equal elements."""
+
+    @operator(name)
+    def lowering(data, *, axis, keepdims, select_last_index):
+        if not select_last_index:
+            return cast(function(data, axis=axis, keepdims=bool(keepdims)), np.int64)
+        from_end = cast(function(xp.flip(data, axis), axis=axis, keepdims=bool(keepdims)), np.int64)
+        return data.shape[axis] - 1 - from_end
+
+
+_index("ArgMax", xp.argmax)
+_index("ArgMin", xp.argmin)
+
+
+# ---- cumulative sums -----------------------------------------------------------------------------------------------
+
+
+def _cumulative(name: str, function: Callable[..., Array], identity: int) -> None:
+    """Registers `function` (cumsum, cumprod), whose exclusive form starts with its `identity`."""
+
+    @operator(name, known=("axis",))
+    def lowering(x, axis, *, exclusive, reverse):
+        (axis,) = dims(axis)
+        y = _widened(xp.flip(x, axis) if reverse else x)
+        if exclusive:
+            one = (slice(None),) * (axis % x.ndim)
+            first = xp.full_like(y[(*one, slice(0, 1))], identity)
+            y = xp.concatenate([first, y], axis=axis)[(*one, slice(0, -1))]
+        y = function(y, axis=axis, dtype=y.dtype)
+        return cast(xp.flip(y, axis) if reverse else y, x.dtype)
+
+
+_cumulative("CumSum_11", xp.cumsum, 0)
+_cumulative("CumProd_26", xp.cumprod, 1)
+
+
+# ---- softmax -------------------------------------------------------------------------------------------------------
+
+
+def _along_axis(function: Callable[[Array, int], Array]) -> Callable[[Array, int], Array]:
+    """Registers `function`: from opset 13 on along one axis, before along all axes from `axis` on together."""
+    name = function.__name__
+
+    def computed(x: Array, axis: int) -> Array:
+        return cast(function(_widened(x), axis), x.dtype)
+
+    @operator(name)
+    def flattened(x, *, axis):
+        before = x.shape[:axis]
+        return jnp.reshape(computed(jnp.reshape(x, (*before, math.prod(x.shape[len(before) :]))), -1), x.shape)
+
+    @operator(f"{name}_13")
+    def along(x, *, axis):
+        return computed(x, axis)
+
+    return function
+
+
+def _shifted(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """`x` less its maximum along the axis, and where that is -inf: nothing is left to choose from there. The softmax
+    is NaN then, but no NaN may reach the gradient."""
+    largest = lax.stop_gradient(jnp.max(x, axis=axis, keepdims=True))
+    empty = largest == -jnp.inf
+    return jnp.where(empty, 0, x - largest), empty
+
+
+@_along_axis
+def Softmax(x, axis):
+    shifted, empty = _shifted(x, axis)
+    powers = jnp.exp(shifted)
+    return jnp.where(empty, jnp.nan, powers / jnp.sum(powers, axis=axis, keepdims=True))
+
+
+@_along_axis
+def LogSoftmax(x, axis):
+    shifted, empty = _shifted(x, axis)
+    return jnp.where(empty, jnp.nan, shifted - jnp.log(jnp.sum(jnp.exp(shifted), axis=axis, keepdims=True)))
+
+
+@_along_axis
+def Hardmax(x, axis):
+    first = jnp.argmax(x, axis=axis, keepdims=True)
+    return cast(lax.broadcasted_iota(first.dtype, x.shape, axis % x.ndim) == first, x.dtype)
