@@ -1,0 +1,335 @@
+"""Recurrent layers: RNN, GRU, LSTM. The products of all time steps with the input weights are one matrix product; what
+is left of a step, which needs the step before, is scanned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from transmuter.lowering.arrays import cast, traced
+from transmuter.lowering.control_flow import varying, varying_axes
+from transmuter.lowering.linear import PRECISION
+from transmuter.lowering.registry import operator
+
+Function: TypeAlias = Callable[[jax.Array], jax.Array]
+Step: TypeAlias = Callable[[jax.Array, Sequence[jax.Array]], Sequence[jax.Array]]
+"""One step: the inputs' share of the gates, and the states (the hidden one first), to the new states."""
+
+_ACTIVATIONS: dict[str, tuple[Callable[..., jax.Array], tuple[float, ...]]] = {
+    "affine": (lambda x, alpha, beta: alpha * x + beta, (1.0, 0.0)),
+    "elu": (lambda x, alpha: jax.nn.elu(x, alpha), (1.0,)),
+    "hardsigmoid": (lambda x, alpha, beta: jnp.clip(alpha * x + beta, 0, 1), (0.2, 0.5)),
+    "leakyrelu": (lambda x, alpha: jnp.where(x >= 0, x, alpha * x), (0.01,)),
+    "relu": (jax.nn.relu, ()),
+    "scaledtanh": (lambda x, alpha, beta: alpha * jnp.tanh(beta * x), (1.0, 1.0)),
+    "sigmoid": (jax.nn.sigmoid, ()),
+    "softplus": (jax.nn.softplus, ()),
+    "softsign": (jax.nn.soft_sign, ()),
+    "tanh": (jnp.tanh, ()),
+    "thresholdedrelu": (lambda x, alpha: jnp.where(x >= alpha, x, 0), (1.0,)),
+}
+"""By lower-case name, with the defaults of alpha and of beta where the function has them."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What recurrent layers have in common; attributes of the operators."""
+
+    direction: str
+    layout: int | None
+    sequence_lens: Any
+    activations: Sequence[str] | None
+    alphas: Sequence[float] | None
+    betas: Sequence[float] | None
+    clip: float | None
+
+    @property
+    def directions(self) -> int:
+        if self.direction not in ("forward", "reverse", "bidirectional"):
+            raise ValueError(f"the direction is {self.direction!r}")
+        return 2 if self.direction == "bidirectional" else 1
+
+    def functions(self, usual: Sequence[str]) -> list[list[Function]]:
+        """Each direction's activations. Those that have an alpha or a beta take the next one of the given ones."""
+        names, count = self.activations or [*usual] * self.directions, self.directions * len(usual)
+        if len(names) != count:
+            raise ValueError(f"{len(names)} activations are given, and the layer has {count}")
+        given = iter(self.alphas or ()), iter(self.betas or ())
+        found = [self._function(name, given) for name in names]
+        return [found[i : i + len(usual)] for i in range(0, count, len(usual))]
+
+    def _function(self, name: str, given: tuple[Iterator[float], Iterator[float]]) -> Function:
+        if name.lower() not in _ACTIVATIONS:
+            raise ValueError(f"there is no activation {name!r}")
+        function, defaults = _ACTIVATIONS[name.lower()]
+        values = [next(source, default) for source, default in zip(given, defaults, strict=False)]
+        limit = self.clip
+        return lambda x: function(x if limit is None else jnp.clip(x, -limit, limit), *values)
+
+    def run(
+        self,
+        X: jax.Array,
+        states: Sequence[Any],
+        weights: Sequence[jax.Array | None],
+        project: Callable[[jax.Array, int], jax.Array],
+        step: Callable[[int], Step],
+    ) -> tuple[jax.Array, ...]:
+        """Y and the final states, in X's dtype.
+
+        Args:
+            states: The initial ones; an absent one is zero.
+            weights: What `project` and `step` read; the last one has a row or column for each hidden unit.
+            project: The inputs' share of the gates of a direction.
+            step: The step of a direction.
+        """
+        (x,) = _wide(X)
+        length, batch = X.shape[1::-1] if self.layout else X.shape[:2]
+        zeros = jnp.zeros((self.directions, batch, weights[-1].shape[-1]), x.dtype)
+        initial = [zeros if s is None else jnp.swapaxes(s, 0, 1) if self.layout else s for s in _wide(*states)]
+        axes = varying_axes([x, initial, list(weights), self.sequence_lens])
+        going = None
+        if self.sequence_lens is not None:
+            lengths = traced(self.sequence_lens)
+            going = (jnp.arange(length, dtype=lengths.dtype)[:, None] < lengths)[..., None]
+        x = jnp.swapaxes(x, 0, 1) if self.layout else x
+        runs = [
+            _scan(
+                step(d),
+                project(x, d),
+                [varying(s[d], axes) for s in initial],
+                going,
+                backwards=d == 1 or self.direction == "reverse",
+            )
+            for d in range(self.directions)
+        ]
+        ends = [jnp.stack(end, 1 if self.layout else 0) for end in zip(*(ends for ends, _ in runs), strict=True)]
+        Y = jnp.stack([y for _, y in runs], 1)
+        return tuple(cast(y, X.dtype) for y in (Y.transpose(2, 0, 1, 3) if self.layout else Y, *ends))
+
+
+def _scan(
+    step: Step, gates: jax.Array, states: Sequence[jax.Array], going: jax.Array | None, backwards: bool
+) -> tuple[Sequence[jax.Array], jax.Array]:
+    """The final states, and the hidden state of each time step. Past the end of its sequence (where not `going`) a
+    state stays as it is; so a backward scan begins at the end."""
+
+    def masked(states: Sequence[jax.Array], now: Any) -> tuple[Sequence[jax.Array], jax.Array]:
+        gates, going = now
+        new = step(gates, states)
+        if going is None:
+            return new, new[0]
+        kept = [jnp.where(going, n, o) for n, o in zip(new, states, strict=True)]
+        return kept, jnp.where(going, new[0], jnp.zeros_like(new[0]))
+
+    return lax.scan(masked, states, (gates, going), reverse=backwards)
+
+
+def _wide(*operands: Any) -> list[Any]:
+    """The operands as JAX arrays, half-precision ones in float32."""
+    arrays = [None if x is None else traced(x) for x in operands]
+    return [None if x is None else cast(x, jnp.promote_types(x.dtype, np.float32)) for x in arrays]
+
+
+def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.matmul(x, weight, precision=PRECISION)
+
+
+def _biases(B: jax.Array | None, R: jax.Array) -> jax.Array:
+    """Those of the inputs and of the states, of shape [direction, 2, gates]."""
+    shape = (R.shape[0], 2, max(R.shape[1:]))
+    return jnp.zeros(shape, R.dtype) if B is None else B.reshape(shape)
+
+
+@operator()
+def RNN(
+    X,
+    W,
+    R,
+    B=None,
+    sequence_lens=None,
+    initial_h=None,
+    *,
+    activation_alpha,
+    activation_beta,
+    activations=None,
+    clip,
+    direction="forward",
+    hidden_size,
+    layout,
+    output_sequence,
+):
+    layer = _Layer(direction, layout, sequence_lens, activations, activation_alpha, activation_beta, clip)
+    W, R, B = _wide(W, R, B)
+    biases, functions = _biases(B, R).sum(1), layer.functions(["Tanh"])
+
+    def step(d: int) -> Step:
+        (f,), recurrence = functions[d], R[d].T
+        return lambda gates, states: [f(gates + _product(states[0], recurrence))]
+
+    return layer.run(X, [initial_h], [W, B, R], lambda x, d: _product(x, W[d].T) + biases[d], step)
+
+
+@operator()
+def GRU(
+    X,
+    W,
+    R,
+    B=None,
+    sequence_lens=None,
+    initial_h=None,
+    *,
+    activation_alpha,
+    activation_beta,
+    activations=None,
+    clip,
+    direction="forward",
+    hidden_size,
+    layout,
+    linear_before_reset,
+    output_sequence,
+):
+    layer = _Layer(direction, layout, sequence_lens, activations, activation_alpha, activation_beta, clip)
+    W, R, B = _wide(W, R, B)
+    hidden, functions = R.shape[-1], layer.functions(["Sigmoid", "Tanh"])
+    at_input, at_state = _biases(B, R).transpose(1, 0, 2)
+    is_candidate = (jnp.arange(3 * hidden) >= 2 * hidden) & bool(linear_before_reset)
+    at_input, at_state = at_input + jnp.where(is_candidate, 0, at_state), at_state[:, 2 * hidden :]
+
+    def step(d: int) -> Step:
+        (f, g), recurrence = functions[d], R[d].T
+        to_gates, to_candidate = recurrence[:, : 2 * hidden], recurrence[:, 2 * hidden :]
+
+        def before_reset(gates: jax.Array, states: Sequence[jax.Array]) -> Sequence[jax.Array]:
+            update, reset, candidate = jnp.split(gates, 3, -1)
+            more_update, more_reset, more_candidate = jnp.split(_product(states[0], recurrence), 3, -1)
+            reset = f(reset + more_reset)
+            return mixed(update + more_update, candidate + reset * (more_candidate + at_state[d]), states[0])
+
+        def after_reset(gates: jax.Array, states: Sequence[jax.Array]) -> Sequence[jax.Array]:
+            update, reset, candidate = jnp.split(gates, 3, -1)
+            more_update, more_reset = jnp.split(_product(states[0], to_gates), 2, -1)
+            reset = f(reset + more_reset)
+            return mixed(update + more_update, candidate + _product(reset * states[0], to_candidate), states[0])
+
+        def mixed(update: jax.Array, candidate: jax.Array, h: jax.Array) -> Sequence[jax.Array]:
+            update = f(update)
+            return [(1 - update) * g(candidate) + update * h]
+
+        return before_reset if linear_before_reset else after_reset
+
+    return layer.run(X, [initial_h], [W, B, R], lambda x, d: _product(x, W[d].T) + at_input[d], step)
+
+
+@operator()
+def LSTM(
+    X,
+    W,
+    R,
+    B=None,
+    sequence_lens=None,
+    initial_h=None,
+    initial_c=None,
+    P=None,
+    *,
+    activation_alpha,
+    activation_beta,
+    activations,
+    clip,
+    direction,
+    hidden_size,
+    input_forget,
+    layout,
+    output_sequence,
+):
+    layer = _Layer(direction, layout, sequence_lens, activations, activation_alpha, activation_beta, clip)
+    W, R, B, P = _wide(W, R, B, P)
+    biases, states = _biases(B, R).sum(1), [initial_h, initial_c]
+
+    def recurrence(d: int) -> Function:
+        weight = R[d].T
+        return lambda h: _product(h, weight)
+
+    step = _lstm_step(layer, recurrence, P, input_forget)
+    return layer.run(X, states, [W, B, P, R], lambda x, d: _product(x, W[d].T) + biases[d], step)
+
+
+def _lstm_step(
+    layer: _Layer, recurrence: Callable[[int], Function], P: jax.Array | None, input_forget: int | None
+) -> Callable[[int], Step]:
+    """The step of an LSTM, where `recurrence` gives a direction's product with the hidden state."""
+    functions = layer.functions(["Sigmoid", "Tanh", "Tanh"])
+
+    def of(d: int) -> Step:
+        (f, g, squash), product = functions[d], recurrence(d)
+        peek_i, peek_o, peek_f = (0.0, 0.0, 0.0) if P is None else jnp.split(P[d], 3)
+
+        def step(gates: jax.Array, states: Sequence[jax.Array]) -> Sequence[jax.Array]:
+            h, c = states
+            i, o, forget, candidate = jnp.split(gates + product(h), 4, -1)
+            i = f(i + peek_i * c)
+            forget = 1 - i if input_forget else f(forget + peek_f * c)
+            c = forget * c + i * g(candidate)
+            return [f(o + peek_o * c) * squash(c), c]
+
+        return step
+
+    return of
+
+
+@operator(domain="com.microsoft")
+def DynamicQuantizeLSTM(
+    X,
+    W,
+    R,
+    B=None,
+    sequence_lens=None,
+    initial_h=None,
+    initial_c=None,
+    P=None,
+    W_scale=None,
+    W_zero_point=None,
+    R_scale=None,
+    R_zero_point=None,
+    *,
+    activation_alpha=None,
+    activation_beta=None,
+    activations=None,
+    clip=None,
+    direction="forward",
+    hidden_size=None,
+    input_forget=0,
+):
+    """Products of 8-bit integers, with all inputs quantized as one tensor, and the hidden state anew in each step. ONNX
+    Runtime may split a batch among its threads and quantize each part on its own."""
+    layer = _Layer(direction, 0, sequence_lens, activations, activation_alpha, activation_beta, clip)
+    W, R = _integers(W, W_zero_point), _integers(R, R_zero_point)
+    W_scale, R_scale, B, P = _wide(W_scale, R_scale, B, P)
+    biases, states = _biases(B, R).sum(1), [initial_h, initial_c]
+    step = _lstm_step(layer, lambda d: lambda h: _quantized_product(h, R[d], R_scale[d]), P, input_forget)
+
+    def project(x: jax.Array, d: int) -> jax.Array:
+        return _quantized_product(x, W[d], W_scale[d]) + biases[d]
+
+    return layer.run(X, states, [W, W_scale, R_scale, B, P, R.swapaxes(1, 2)], project, step)
+
+
+def _integers(weight: Any, zero_point: Any) -> jax.Array:
+    """A weight of shape [direction, input, gate], less its zero points, as integers in float32: it holds the sums of
+    their products exactly below 2^24."""
+    weight, zero_point = cast(traced(weight), np.float32), cast(traced(zero_point), np.float32)
+    return weight - zero_point.reshape(weight.shape[0], 1, -1)
+
+
+def _quantized_product(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
+    """`x`, quantized to uint8 over its whole range, times a weight of integers."""
+    low, high = jnp.minimum(x.min(), 0), jnp.maximum(x.max(), 0)
+    step = jnp.where(high == low, 1, (high - low) / 255)
+    zero_point = jnp.round(-low / step)
+    integers = jnp.clip(jnp.round(x / step), -zero_point, 255 - zero_point)
+    return _product(integers, weight) * (step * scale)
