@@ -1,0 +1,64 @@
+"""Optimiser steps of ai.onnx.preview.training: each operator takes one step for any number of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from transmuter.lowering.arrays import cast
+from transmuter.lowering.registry import operator
+
+_DOMAIN = "ai.onnx.preview.training"
+
+
+def _step(update: Callable[..., tuple[Any, ...]], operands: Sequence[Any], kinds: int) -> tuple[Any, ...]:
+    """Applies `update` to each tensor with its gradient and state. Operands and results stand in order of kind: all
+    tensors, all gradients, all states of the first kind, ..."""
+    count, odd = divmod(len(operands), kinds)
+    if odd:
+        raise ValueError(f"{len(operands)} tensors are not {kinds} for each one to optimise")
+    groups = [operands[k * count : (k + 1) * count] for k in range(kinds)]
+    return tuple(result for results in zip(*(update(*group) for group in zip(*groups))) for result in results)
+
+
+@operator(domain=_DOMAIN)
+def Adagrad(R, T, *inputs, norm_coefficient, decay_factor, epsilon):
+    rate = R / (1 + cast(T, R.dtype) * decay_factor)
+
+    def update(x, gradient, squares):
+        gradient = norm_coefficient * x + gradient
+        squares = squares + gradient * gradient
+        return x - cast(rate, x.dtype) * gradient / (jnp.sqrt(squares) + epsilon), squares
+
+    return _step(update, inputs, 3)
+
+
+@operator(domain=_DOMAIN)
+def Adam(R, T, *inputs, alpha, beta, epsilon, norm_coefficient, norm_coefficient_post):
+    steps = jnp.maximum(cast(T, R.dtype), 1)  # step 0 has the plain rate
+    rate = jnp.where(T > 0, R * jnp.sqrt(1 - beta**steps) / (1 - alpha**steps), R)
+
+    def update(x, gradient, mean, squares):
+        gradient = norm_coefficient * x + gradient
+        mean = alpha * mean + (1 - alpha) * gradient
+        squares = beta * squares + (1 - beta) * gradient * gradient
+        moved = x - cast(rate, x.dtype) * mean / (jnp.sqrt(squares) + epsilon)
+        return (1 - norm_coefficient_post) * moved, mean, squares
+
+    return _step(update, inputs, 4)
+
+
+@operator(domain=_DOMAIN)
+def Momentum(R, T, *inputs, alpha, beta, mode, norm_coefficient):
+    if mode not in ("standard", "nesterov"):
+        raise ValueError(f"mode is {mode!r}, neither 'standard' nor 'nesterov'")
+
+    def update(x, gradient, velocity):
+        gradient = norm_coefficient * x + gradient
+        velocity = alpha * velocity + jnp.where(T > 0, jnp.asarray(beta, x.dtype), 1) * gradient
+        direction = velocity if mode == "standard" else gradient + alpha * velocity
+        return x - cast(R, x.dtype) * direction, velocity
+
+    return _step(update, inputs, 3)
