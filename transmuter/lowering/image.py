@@ -13,12 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from transmuter.lowering.arrays import Array, cast, dims, xp
+from transmuter.lowering.linear import PRECISION
 from transmuter.lowering.registry import operator
-
-PRECISION = lax.Precision.HIGHEST
 
 
 def _wide(x: Array) -> Array:
@@ -237,16 +235,20 @@ def Resize_11(
     axes=None,
     keep_aspect_ratio_policy="stretch",
 ):
-    """Integers are interpolated in float32 and truncated.
+    """Integers are interpolated in float32 and truncated. To antialias means the same wherever the positions lie, which
+    it does not in ONNX Runtime, and a region of interest counts on axes that keep their length, too.
 
     Where a scale gives a length that is no integer, align_corners goes by that length, as the conformance suite does;
     ONNX Runtime goes by the rounded one.
     """
     axes = range(X.ndim) if axes is None else [axis % X.ndim for axis in axes]
-    crops = coordinate_transformation_mode == "tf_crop_and_resize"
-    regions = roi.reshape(2, -1).T.tolist() if crops else [(0.0, 1.0) for _ in axes]
-    if (scales is None or not scales.size) == (sizes is None or not sizes.size):
+    roi, scales, sizes = (None if v is None or not v.size else v for v in (roi, scales, sizes))
+    if (scales is None) == (sizes is None):
         raise ValueError("exactly one of scales and sizes has to be given")
+    crops = coordinate_transformation_mode == "tf_crop_and_resize"
+    if crops and roi is None:
+        raise ValueError("tf_crop_and_resize needs a region of interest")
+    regions = roi.reshape(2, -1).T.tolist() if crops else [(0.0, 1.0) for _ in axes]
     resampling = _Resampling(
         mode,
         coordinate_transformation_mode,
@@ -256,9 +258,9 @@ def Resize_11(
         extrapolation_value,
         antialias,
     )
-    if sizes is not None and sizes.size:
-        return _resize(X, _sized(X, dims(sizes), axes, regions, keep_aspect_ratio_policy), resampling)
-    return _resize(X, _scaled(X, scales, axes, regions), resampling)
+    if sizes is None:
+        return _resize(X, _scaled(X, scales, axes, regions), resampling)
+    return _resize(X, _sized(X, dims(sizes), axes, regions, keep_aspect_ratio_policy), resampling)
 
 
 # ---- sampling at points --------------------------------------------------------------------------------------------
