@@ -48,8 +48,9 @@ def StringConcat(X, Y):
 
 @operator()
 def StringSplit(X, *, delimiter, maxsplit):
+    """An empty string is one substring if there is a delimiter; ONNX Runtime counts none."""
     limit = -1 if maxsplit is None else maxsplit
-    pieces = [s.split(delimiter or None, limit) for s in X.reshape(-1)]
+    pieces = [s.split(delimiter, limit) if delimiter else s.strip().split(None, limit) for s in X.reshape(-1)]
     counts = np.array([len(p) for p in pieces], np.int64)
     width = counts.max(initial=0)
     padded = [p + [""] * (width - len(p)) for p in pieces]

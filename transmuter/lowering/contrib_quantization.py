@@ -1,0 +1,332 @@
+"""Quantized operators of ONNX Runtime's com.microsoft domain.
+
+What has a plain counterpart dequantizes, computes in float32 and quantizes again. Products of 8-bit matrices are
+exact in int32. Weights of few bits are unpacked and dequantized by themselves, so that this is done once per compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from transmuter.lowering import quantization as plain
+from transmuter.lowering.arrays import Array, cast, is_float
+from transmuter.lowering.linear import PRECISION, MatMulInteger
+from transmuter.lowering.pooling import AveragePool, GlobalAveragePool
+from transmuter.lowering.quantization import dequantized, in_blocks, per_row, quantized, quotient, rescaled, saturated
+from transmuter.lowering.registry import operator
+
+_DOMAIN = "com.microsoft"
+
+
+@operator(domain=_DOMAIN)
+def QuantizeLinear(x, y_scale, y_zero_point=None, *, axis=1):
+    return plain.QuantizeLinear(
+        x, y_scale, y_zero_point, axis=axis, block_size=0, output_dtype=0, precision=0, saturate=1
+    )
+
+
+@operator(domain=_DOMAIN)
+def DequantizeLinear(x, x_scale, x_zero_point=None, *, axis=1):
+    return plain.DequantizeLinear(x, x_scale, x_zero_point, axis=axis, block_size=0, output_dtype=0)
+
+
+# ---- element by element ---------------------------------------------------------------------------------------------
+
+
+@operator(domain=_DOMAIN)
+def QLinearAdd(A, A_scale, A_zero_point, B, B_scale, B_zero_point, C_scale, C_zero_point=None):
+    total = dequantized(A, A_scale, A_zero_point) + dequantized(B, B_scale, B_zero_point)
+    return quantized(total, C_scale, C_zero_point, A.dtype)
+
+
+@operator(domain=_DOMAIN)
+def QLinearMul(A, A_scale, A_zero_point, B, B_scale, B_zero_point, C_scale, C_zero_point=None):
+    product = dequantized(A, A_scale, A_zero_point) * dequantized(B, B_scale, B_zero_point)
+    return quantized(product, C_scale, C_zero_point, A.dtype)
+
+
+@operator(domain=_DOMAIN)
+def QLinearWhere(condition, X, x_scale, x_zero_point, Y, y_scale, y_zero_point, z_scale, z_zero_point):
+    picked = jnp.where(condition, dequantized(X, x_scale, x_zero_point), dequantized(Y, y_scale, y_zero_point))
+    return quantized(picked, z_scale, z_zero_point, X.dtype)
+
+
+@operator(domain=_DOMAIN)
+def QLinearConcat(Y_scale, Y_zero_point, *inputs, axis):
+    parts = [dequantized(*inputs[i : i + 3]) for i in range(0, len(inputs), 3)]
+    return quantized(jnp.concatenate(parts, axis), Y_scale, Y_zero_point, Y_zero_point.dtype)
+
+
+@operator(domain=_DOMAIN)
+def QLinearLeakyRelu(X, X_scale, X_zero_point, Y_scale, Y_zero_point=None, *, alpha=0.01):
+    x = dequantized(X, X_scale, X_zero_point)
+    return quantized(jnp.where(x < 0, alpha * x, x), Y_scale, Y_zero_point, X.dtype)
+
+
+@operator(domain=_DOMAIN)
+def QLinearSigmoid(X, X_scale, X_zero_point, Y_scale, Y_zero_point=None):
+    return quantized(jax.nn.sigmoid(dequantized(X, X_scale, X_zero_point)), Y_scale, Y_zero_point, X.dtype)
+
+
+@operator(domain=_DOMAIN)
+def QLinearSoftmax(X, X_scale, x_zero_point, y_scale, y_zero_point, *, opset, axis=-1):
+    """Before opset 13 the axis is the first of those that are taken together."""
+    axes = axis if opset >= 13 else tuple(range(axis % X.ndim, X.ndim))
+    return quantized(jax.nn.softmax(dequantized(X, X_scale, x_zero_point), axes), y_scale, y_zero_point, X.dtype)
+
+
+# ---- pooling and convolution ----------------------------------------------------------------------------------------
+
+
+def _channels_first(function: Callable[[Array], Array], x: Array, channels_last: int) -> Array:
+    """`function`, which takes the channels of `x` to be at axis 1."""
+    return jnp.moveaxis(function(jnp.moveaxis(x, -1, 1)), 1, -1) if channels_last else function(x)
+
+
+@operator(domain=_DOMAIN)
+def QLinearAveragePool(
+    X,
+    x_scale,
+    x_zero_point,
+    y_scale,
+    y_zero_point=None,
+    *,
+    kernel_shape,
+    auto_pad="NOTSET",
+    ceil_mode=0,
+    channels_last=0,
+    count_include_pad=0,
+    pads=None,
+    strides=None,
+):
+    def pool(x: Array) -> Array:
+        return AveragePool(
+            x,
+            auto_pad=auto_pad,
+            ceil_mode=ceil_mode,
+            count_include_pad=count_include_pad,
+            dilations=None,
+            kernel_shape=kernel_shape,
+            pads=pads,
+            strides=strides,
+        )
+
+    pooled = _channels_first(pool, dequantized(X, x_scale, x_zero_point), channels_last)
+    return quantized(pooled, y_scale, y_zero_point, X.dtype)
+
+
+@operator(domain=_DOMAIN)
+def QLinearGlobalAveragePool(X, x_scale, x_zero_point, y_scale, y_zero_point, *, channels_last=0):
+    pooled = _channels_first(GlobalAveragePool, dequantized(X, x_scale, x_zero_point), channels_last)
+    return quantized(pooled, y_scale, y_zero_point, X.dtype)
+
+
+@operator(domain=_DOMAIN)
+def QLinearConv(
+    x,
+    x_scale,
+    x_zero_point,
+    w,
+    w_scale,
+    w_zero_point,
+    y_scale,
+    y_zero_point,
+    B=None,
+    *,
+    auto_pad="NOTSET",
+    channels_last=0,
+    dilations=None,
+    group=1,
+    kernel_shape=None,
+    pads=None,
+    strides=None,
+):
+    def convolve(x: Array) -> Array:
+        return plain.QLinearConv(
+            x,
+            x_scale,
+            x_zero_point,
+            w,
+            w_scale,
+            w_zero_point,
+            y_scale,
+            y_zero_point,
+            B,
+            auto_pad=auto_pad,
+            dilations=dilations,
+            group=group,
+            kernel_shape=kernel_shape,
+            pads=pads,
+            strides=strides,
+        )
+
+    return _channels_first(convolve, x, channels_last)
+
+
+# ---- products of 8-bit matrices -------------------------------------------------------------------------------------
+
+
+@operator(domain=_DOMAIN)
+def QGemm(
+    A,
+    a_scale,
+    a_zero_point,
+    B,
+    b_scale,
+    b_zero_point,
+    C=None,
+    y_scale=None,
+    y_zero_point=None,
+    *,
+    alpha=1.0,
+    transA=0,
+    transB=0,
+):
+    total = MatMulInteger(A.T if transA else A, B.T if transB else B, a_zero_point, b_zero_point)
+    if C is not None:
+        total = total + C
+    unit = alpha * a_scale * b_scale
+    if y_scale is None:
+        return rescaled(total, unit)
+    return saturated(rescaled(total, quotient(unit, y_scale)), y_zero_point, y_zero_point.dtype)
+
+
+@operator(domain=_DOMAIN)
+def MatMulIntegerToFloat(A, B, a_scale, b_scale, a_zero_point=None, b_zero_point=None, bias=None):
+    total = MatMulInteger(A, B, a_zero_point, b_zero_point)
+    product = rescaled(total, rescaled(per_row(a_scale, A), b_scale))
+    return cast(product if bias is None else product + cast(bias, np.float32), a_scale.dtype)
+
+
+@operator(domain=_DOMAIN)
+def DynamicQuantizeMatMul(A, B, b_scale, b_zero_point=None, bias=None):
+    a, a_scale, a_zero_point = plain.DynamicQuantizeLinear(A)
+    return MatMulIntegerToFloat(a, B, a_scale, b_scale, a_zero_point, b_zero_point, bias)
+
+
+# ---- weights of few bits --------------------------------------------------------------------------------------------
+
+
+def _unpacked(packed: Array, bits: int, *, highest_first: bool = False) -> jax.Array:
+    """The unsigned integers of `bits` bits that bytes hold along the last axis."""
+    if bits not in (2, 4, 8):
+        raise ValueError(f"bits is {bits}, not 2, 4 or 8")
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    parts = jnp.right_shift(packed[..., None], shifts[::-1] if highest_first else shifts)
+    return (parts & np.uint8(2**bits - 1)).reshape(*packed.shape[:-1], -1)
+
+
+def _times_weight(a: Array, weight: Array, contracted: int = 1) -> jax.Array:
+    """`a @ weight.T` (or `a @ weight`, contracted with its axis 0), accumulated in float32."""
+    dimensions = (((a.ndim - 1,), (contracted,)), ((), ()))
+    return lax.dot_general(a, cast(weight, a.dtype), dimensions, PRECISION, np.float32)
+
+
+@operator(domain=_DOMAIN)
+def MatMulNBits(
+    A,
+    B,
+    scales,
+    zero_points=None,
+    g_idx=None,
+    bias=None,
+    *,
+    K,
+    N,
+    block_size,
+    accuracy_level=0,
+    bits=4,
+    weight_prepacked=0,
+):
+    """Computes in floats whatever `accuracy_level` allows. An empty B stands for a weight of zeros."""
+    if weight_prepacked:
+        raise ValueError("the weight is packed for a CUDA kernel (weight_prepacked)")
+    blocks = -(-K // block_size)
+    if 0 in B.shape:
+        product = jnp.zeros((*A.shape[:-1], N), np.float32)
+    else:
+        q = _unpacked(B.reshape(N, -1), bits).reshape(N, blocks * block_size)[:, :K]
+        if zero_points is None:
+            zero_points = np.full((1, 1), 2 ** (bits - 1), np.uint8)
+        elif is_float(zero_points):
+            zero_points = zero_points.reshape(N, blocks)
+        else:
+            zero_points = _unpacked(zero_points.reshape(N, -1), bits)[:, :blocks]
+        scales = scales.reshape(N, blocks)
+
+        def by_element(parameter: Array) -> Array:
+            if parameter.size == 1:
+                return parameter
+            return in_blocks(parameter, block_size, 1, K) if g_idx is None else jnp.take(parameter, g_idx, axis=1)
+
+        centred = cast(q, np.float32) - cast(by_element(zero_points), np.float32)
+        product = _times_weight(A, centred * cast(by_element(scales), np.float32))
+    return cast(product if bias is None else product + cast(bias, np.float32), A.dtype)
+
+
+_FP4 = np.array([0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4], np.float32)
+_NF4 = np.array(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ],
+    np.float32,
+)
+_FOUR_BITS = (np.concatenate([_FP4, -_FP4]), _NF4)
+"""What four bits stand for, by `quant_type`."""
+
+
+@operator(domain=_DOMAIN)
+def MatMulBnb4(A, B, absmax, *, K, N, block_size, quant_type, training_mode=0, transB=1):
+    levels = jnp.asarray(_FOUR_BITS[quant_type])[_unpacked(B.reshape(-1), 4, highest_first=True)[: N * K]]
+    weight = levels * in_blocks(cast(absmax.reshape(-1), np.float32), block_size, 0, N * K)
+    return cast(_times_weight(A, weight.reshape(N, K), 1 if transB else 0), A.dtype)
+
+
+@operator(domain=_DOMAIN)
+def GatherBlockQuantized(
+    data, indices, scales, zero_points=None, *, bits=4, block_size=128, gather_axis=0, quantize_axis=1
+):
+    """Dequantizes what it has gathered, not the whole table. Indices out of range give zeros."""
+    gather, axis = gather_axis % data.ndim, quantize_axis % data.ndim
+    rows, block = data.shape[gather], block_size or data.shape[axis]
+    inside = (indices >= -rows) & (indices < rows)
+    at = jnp.where(inside, jnp.where(indices < 0, indices + rows, indices), 0)
+    is_packed = data.dtype == np.uint8
+
+    def gathered(table: Array, at: Array) -> Array:
+        return jnp.take(table, at if table.shape[gather] > 1 else jnp.zeros_like(at), axis=gather, mode="clip")
+
+    q, block_at = gathered(data, at), at // block if gather == axis else at
+    scale = gathered(scales, block_at)
+    zero = gathered(zero_points, block_at) if zero_points is not None else None
+    if is_packed:
+        q = _unpacked(q, bits)
+        zero = np.full((1,) * q.ndim, 2 ** (bits - 1), np.uint8) if zero is None else _unpacked(zero, bits)
+        zero = zero[..., : scale.shape[-1]]
+    if gather != axis:
+        axis += indices.ndim - 1 if axis > gather else 0
+        scale = in_blocks(scale, block, axis, q.shape[axis])
+        zero = zero if zero is None or zero.size == 1 else in_blocks(zero, block, axis, q.shape[axis])
+    result = cast(dequantized(q, scale, zero), scales.dtype)
+    inside = inside.reshape((1,) * gather + inside.shape + (1,) * (data.ndim - gather - 1))
+    return jnp.where(inside, result, 0)
