@@ -1,0 +1,255 @@
+"""Convolutions: Conv, ConvTranspose, ConvInteger, DeformConv, CausalConvWithState, Col2Im, and those of ONNX Runtime.
+
+All are one function, `convolve`. On the CPU it computes with channels last and splits a kernel's work by what XLA is
+fast at; the transposes around it cancel between layers, and those of a weight are computed once per compile.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator as operators
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from transmuter.lowering.arrays import Array, cast, dims, is_float
+from transmuter.lowering.linear import PRECISION, accumulator, activated, centred, exact_terms, matmul
+from transmuter.lowering.registry import operator
+from transmuter.lowering.windows import Window, between, window
+
+_MOST_TAPS = 128
+"""Larger depthwise kernels are left to XLA: each element of the kernel is an operation of its own otherwise."""
+
+
+def convolve(x: Array, w: Array, by: Window, group: int = 1, *, channels_last: bool = False) -> jax.Array:
+    """`x` (batch, channels, spatial) convolved with `w` (outputs, channels of a group, spatial).
+
+    8-bit operands (less their zero points, see `centred`) give exact int32 results, halves accumulate in float32.
+    """
+    if by.size != w.shape[2:]:
+        raise ValueError(f"the attributes describe a kernel of shape {by.size}, the weight has one of {w.shape[2:]}")
+    channels = x.shape[-1 if channels_last else 1]
+    if channels != w.shape[1] * group or w.shape[0] % group:
+        raise ValueError(f"{channels} channels and a weight of shape {w.shape} do not fall into {group} groups")
+    if jax.default_backend() != "cpu" and is_float(x):
+        return _in_one_piece(x, w, by, group, channels_last)
+    y = _on_cpu(x if channels_last else jnp.moveaxis(x, 1, -1), w, by, group)
+    y = cast(y, x.dtype if is_float(x) else np.int32)
+    return y if channels_last else jnp.moveaxis(y, -1, 1)
+
+
+def _in_one_piece(x: Array, w: Array, by: Window, group: int, channels_last: bool) -> jax.Array:
+    spatial = "0123456789"[: len(by.size)]
+    layout = f"N{spatial}C" if channels_last else f"NC{spatial}"
+    return _xla(x, w, by, (layout, f"OI{spatial}", layout), group)
+
+
+def _on_cpu(x: Array, w: Array, by: Window, group: int) -> jax.Array:
+    """`convolve` with channels last.
+
+    Measured against one grouped convolution of XLA, depthwise kernels are 10 to 50 times as fast as shifted
+    multiply-adds and others 2 to 4 times as fast group by group.
+    """
+    outputs, channels, *size = w.shape
+    if channels == 1 and group > 1 and by.taps <= _MOST_TAPS:
+        return _depthwise(x, jnp.moveaxis(w[:, 0], 0, -1), by, group)
+    if group == 1:
+        return _dense(x, jnp.moveaxis(w, (1, 0), (-2, -1)), by)
+    kernels = jnp.moveaxis(jnp.reshape(w, (group, outputs // group, channels, *size)), (2, 1), (-2, -1))
+    parts = jnp.moveaxis(jnp.reshape(x, (*x.shape[:-1], group, channels)), -2, 0)
+    y = lax.map(lambda pair: _dense(*pair, by), (parts, kernels))
+    y = jnp.moveaxis(y, 0, -2)
+    return jnp.reshape(y, (*y.shape[:-2], outputs))
+
+
+def _dense(x: Array, kernel: Array, by: Window) -> jax.Array:
+    """One group: `kernel` is (spatial, channels, outputs)."""
+    if not is_float(x):  # in pieces whose sums are exact in float32
+        step = max(1, exact_terms(x, kernel) // by.taps)
+        pieces = [slice(i, i + step) for i in range(0, kernel.shape[-2], step)]
+        x, kernel = cast(x, np.float32), cast(kernel, np.float32)
+        return sum(cast(_dense(x[..., p], kernel[..., p, :], by), np.int32) for p in pieces)
+    x, kernel = cast(x, accumulator(x)), cast(kernel, accumulator(kernel))
+    if by.is_pointwise:
+        every = (slice(None), *(slice(None, None, s) for s in by.strides))
+        return matmul(x[every], jnp.reshape(kernel, kernel.shape[-2:]))
+    spatial = "0123456789"[: len(by.size)]
+    return _xla(x, kernel, by, (f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"))
+
+
+def _depthwise(x: Array, kernel: Array, by: Window, group: int) -> jax.Array:
+    """Each channel has kernels of its own: `kernel` is (spatial, outputs)."""
+    wide = accumulator(x) if is_float(x) else np.int32
+    x, kernel = cast(x, wide), cast(kernel, wide)
+    if kernel.shape[-1] > group:
+        x = jnp.repeat(x, kernel.shape[-1] // group, -1)
+    return functools.reduce(operators.add, (view * kernel[index] for index, view in by.views(x)))
+
+
+def _xla(x: Array, kernel: Array, by: Window, layout: tuple[str, str, str], group: int = 1) -> jax.Array:
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        by.strides,
+        by.padding,
+        lhs_dilation=by.stretch,
+        rhs_dilation=by.dilations,
+        dimension_numbers=layout,
+        feature_group_count=group,
+        precision=PRECISION,
+    )
+
+
+def _per_channel(vector: Array, like: Array) -> Array:
+    """A vector over the channels, ready to broadcast against `like`, in which they are dimension 1."""
+    return jnp.reshape(vector, (-1, *(1,) * (like.ndim - 2)))
+
+
+@operator()
+def Conv(x, w, b=None, *, auto_pad, dilations, group, kernel_shape, pads, strides):
+    by = window(x.shape[2:], kernel_shape or w.shape[2:], strides, pads, dilations, auto_pad)
+    y = convolve(x, w, by, group)
+    return y if b is None else y + _per_channel(b, y)
+
+
+@operator()
+def ConvInteger(x, w, x_zero_point=None, w_zero_point=None, *, auto_pad, dilations, group, kernel_shape, pads, strides):
+    by = window(x.shape[2:], kernel_shape or w.shape[2:], strides, pads, dilations, auto_pad)
+    if w_zero_point is not None:
+        w_zero_point = jnp.reshape(w_zero_point, (-1, *(1,) * (w.ndim - 1)))
+    return convolve(centred(x, x_zero_point), centred(w, w_zero_point), by, group)
+
+
+@operator()
+def ConvTranspose(
+    x, w, b=None, *, auto_pad, dilations, group, kernel_shape, output_padding, output_shape, pads, strides
+):
+    """An `output_shape` beyond what the kernel reaches gets zeros (and the bias) at its end, as in ONNX Runtime."""
+    forward = window(x.shape[2:], kernel_shape or w.shape[2:], strides, pads, dilations)
+    rank = len(forward.size)
+    extra = output_padding or (0,) * rank
+    padding = forward.padding
+    if auto_pad in ("SAME_UPPER", "SAME_LOWER") and not output_shape:
+        output_shape = [n * s for n, s in zip(x.shape[2:], forward.strides)]
+    if output_shape:
+        full = [(n - 1) * s + e for n, s, e in zip(x.shape[2:], forward.strides, forward.extents)]
+        surplus = [f + more - wanted for f, more, wanted in zip(full, extra, output_shape[-rank:])]
+        halves = [max(total, 0) // 2 if auto_pad == "SAME_UPPER" else (max(total, 0) + 1) // 2 for total in surplus]
+        padding = [(half, total - half) for half, total in zip(halves, surplus)]
+    elif auto_pad == "VALID":
+        padding = [(0, 0)] * rank
+    backward = replace(
+        forward,
+        strides=(1,) * rank,
+        stretch=forward.strides,
+        padding=tuple((e - 1 - lo, e - 1 - hi + more) for e, (lo, hi), more in zip(forward.extents, padding, extra)),
+    )
+    y = convolve(x, _mirrored(w, group), backward, group)
+    return y if b is None else y + _per_channel(b, y)
+
+
+def _mirrored(w: Array, group: int) -> jax.Array:
+    """The weight of a transposed convolution (channels, outputs of a group, spatial) as that of the forward one."""
+    channels, outputs, *size = w.shape
+    w = jnp.swapaxes(jnp.reshape(w, (group, channels // group, outputs, *size)), 1, 2)
+    return jnp.flip(jnp.reshape(w, (group * outputs, channels // group, *size)), range(2, w.ndim - 1))
+
+
+@operator()
+def CausalConvWithState(x, w, b=None, past_state=None, *, activation):
+    kept = w.shape[-1] - 1
+    if past_state is None:
+        past_state = jnp.zeros((*x.shape[:2], kept), x.dtype)
+    x = jnp.concatenate([past_state, x], 2)
+    y = convolve(x, w, window(x.shape[2:], w.shape[2:]), w.shape[0])
+    if b is not None:
+        y = y + _per_channel(b, y)
+    return y if activation == "none" else jax.nn.silu(y), x[:, :, x.shape[2] - kept :]
+
+
+@operator(known=("image_shape", "block_shape"))
+def Col2Im(x, image_shape, block_shape, *, dilations, pads, strides):
+    image, block = dims(image_shape), dims(block_shape)
+    by = window(image, block, strides, pads, dilations)
+    counts = by.positions(image)
+    y = jnp.reshape(x, (x.shape[0], -1, *block, *counts))
+    axis = len(block) + 1  # where the positions of the first dimension are, once its kernel is summed up
+    for k, d, s, n, count, (lo, _) in zip(block, by.dilations, by.strides, image, counts, by.padding):
+        starts = [i * d - lo for i in range(k)]
+        end = n - (count - 1) * s - 1
+        parts = (_spread(y[:, :, i], axis, (start, end - start, s - 1)) for i, start in enumerate(starts))
+        y = functools.reduce(operators.add, parts)
+    return y
+
+
+def _spread(x: Array, axis: int, borders: tuple[int, int, int]) -> jax.Array:
+    """`x` with zeros before, after and between the elements of an axis; negative numbers of them cut off."""
+    return lax.pad(x, np.zeros((), x.dtype), [borders if i == axis else (0, 0, 0) for i in range(x.ndim)])
+
+
+@operator()
+def DeformConv(x, w, offset, b=None, mask=None, *, dilations, group, kernel_shape, offset_group, pads, strides):
+    by = window(x.shape[2:], kernel_shape or w.shape[2:], strides, pads, dilations)
+    wide, result = accumulator(x), x.dtype
+    x, w, offset = cast(x, wide), cast(w, wide), cast(offset, wide)
+    batch, channels, *spatial = x.shape
+    rank, counts = len(spatial), by.positions(spatial)
+    offset = jnp.reshape(offset, (batch, offset_group, by.taps, rank, *counts))
+    taps = np.indices(by.size).reshape(rank, by.taps)
+    neighbours = []
+    for axis, (tap, d, s, count, (lo, _)) in enumerate(zip(taps, by.dilations, by.strides, counts, by.padding)):
+        regular = jnp.reshape(jnp.arange(count) * s - lo, (-1, *(1,) * (rank - 1 - axis)))
+        regular = regular + jnp.asarray(tap * d).reshape(-1, *(1,) * rank)
+        neighbours.append(between(cast(regular, x.dtype) + offset[:, :, :, axis], spatial[axis]))
+    columns = 0
+    flat = jnp.reshape(x, (batch, offset_group, channels // offset_group, -1))
+    for corner in itertools.product(*neighbours):
+        place, weight = 0, 1 if mask is None else jnp.reshape(cast(mask, wide), (batch, offset_group, by.taps, *counts))
+        for (index, share), n in zip(corner, spatial):
+            place, weight = place * n + index, weight * share
+        place = jnp.reshape(place, (batch, offset_group, 1, -1))
+        columns += jnp.take_along_axis(flat, place, -1) * jnp.reshape(weight, place.shape)
+    columns = jnp.reshape(columns, (batch, group, channels // group * by.taps, -1))
+    y = matmul(jnp.reshape(w, (group, w.shape[0] // group, -1)), columns)
+    y = jnp.reshape(cast(y, result), (batch, w.shape[0], *counts))
+    return y if b is None else y + _per_channel(b, y)
+
+
+# ---- fused ---------------------------------------------------------------------------------------------------------
+
+
+def _fused(channels_last):
+    def fused_conv(
+        x,
+        w,
+        b=None,
+        z=None,
+        *,
+        activation=None,
+        activation_params=None,
+        auto_pad="NOTSET",
+        dilations=None,
+        group=1,
+        kernel_shape=None,
+        pads=None,
+        strides=None,
+    ):
+        spatial = x.shape[1:-1] if channels_last else x.shape[2:]
+        by = window(spatial, kernel_shape or w.shape[2:], strides, pads, dilations, auto_pad)
+        y = convolve(x, w, by, group, channels_last=channels_last)
+        if b is not None:
+            y = y + (b if channels_last else _per_channel(b, y))
+        if z is not None:
+            y = y + z
+        names = ("min", "max") if activation == "Clip" else ("alpha", "beta")
+        return activated(y, activation, **dict(zip(names, activation_params or ())))
+
+    return fused_conv
+
+
+operator("FusedConv", domain="com.microsoft")(_fused(channels_last=False))
+operator("NhwcConv", "NhwcFusedConv", domain="com.microsoft")(_fused(channels_last=True))
