@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import onnx_ir as ir
 from jax import lax
 
 from transmuter.lowering.arrays import (
@@ -25,6 +27,7 @@ from transmuter.lowering.arrays import (
     dims,
     is_known,
     is_string,
+    narrow,
     traced,
     xp,
 )
@@ -38,9 +41,6 @@ _UNROLLED = 100
 """The same for a loop that cannot be a `lax.scan`."""
 _BOUND = 10_000
 """Iterations up to which known values are followed to find a trip count, and a `lax.while_loop` is differentiable."""
-
-Step: TypeAlias = Callable[[Any, Sequence[Any], Sequence[Any]], tuple[Sequence[Any], Sequence[Any]]]
-"""One iteration: its number, what is carried and what is scanned over, to what is carried on and what is collected."""
 
 
 class _Varies(Exception):
@@ -70,11 +70,8 @@ def If(cond, *, then_branch, else_branch):
         return outputs
 
     try:
-        return lax.cond(
-            jnp.reshape(cond, ()),
-            functools.partial(arrays_of, then_branch),
-            functools.partial(arrays_of, else_branch),
-        )
+        branches = functools.partial(arrays_of, then_branch), functools.partial(arrays_of, else_branch)
+        return tuple(lax.cond(jnp.reshape(cond, ()), *branches))
     except _Varies:
         raise NeedsContents("cond") from None
 
@@ -88,63 +85,80 @@ def Loop(M=None, cond=None, *v_initial, body, key):
     end the loop."""
     condition = cond if cond is not None or M is not None else np.array(True)
     state = [condition, *v_initial, *[None] * (len(body.graph.inputs) - 2 - len(v_initial))]
-    moving = [j for j in range(len(state)) if not _passes(body, j)]
-    collected = range(len(state), len(body.graph.outputs))
+    loop = _Loop(body, state, [j for j in range(len(state)) if not _passes(body, j)], key)
     limit = math.inf if M is None else None if (held := contents(M)) is None else dims(held)[0]
-
-    def bind(body: Subgraph, state: Sequence[Any]) -> Step:
-        """An iteration of those values that the body does not just pass on."""
-
-        def step(i: Any, values: Sequence[Any], _: Sequence[Any] = ()) -> tuple[Sequence[Any], Sequence[Any]]:
-            given = _placed(state, moving, values)
-            given[0] = np.array(True) if given[0] is None else given[0]
-            results = body(i, *given, key=folded(key, i), outputs=[*moving, *collected])
-            return results[: len(moving)], results[len(moving) :]
-
-        return step
-
-    def going(i: int, values: Sequence[Any]) -> bool:
-        if condition is None:
-            return i < limit
-        present = contents(_placed(state, moving, values)[0])
-        if present is None:
-            raise NeedsContents("cond")
-        return i < limit and bool(present.reshape(()))
-
-    def outputs(values: Sequence[Any], scanned: Sequence[Any]) -> tuple[Any, ...]:
-        return (*_placed(state, moving, values)[1:], *scanned)
-
-    step, values = bind(body, state), [state[j] for j in moving]
     if limit is not None and not staged():
         try:
-            return outputs(*_in_python(step, values, going, body.graph.outputs[len(state) :]))
+            return loop.results(*_in_python(loop, loop.values, lambda i, values: i < limit and loop.goes_on(values)))
         except NeedsContents:  # under vmap: what follows needs no contents
             pass
     trips = limit if condition is None else _trips(body, state, limit)
     try:
         if isinstance(trips, int) and trips <= _SHORT:
-            return outputs(*_unroll(step, values, trips, (), body.graph.outputs[len(state) :]))
+            return loop.results(*_unroll(loop, loop.values, trips))
         if trips not in (None, math.inf):
-            return outputs(*_iterate(step, values, trips, (), body.graph.outputs[len(state) :]))
-        if collected:
+            return loop.results(*_iterate(loop, loop.values, trips))
+        if loop.collected:
             raise NeedsContents("M" if limit is None else "cond")
-        return outputs(_while(bind, body, state, moving, M, limit), ())
+        return loop.results(_while(loop, M, limit))
     except _Varies:
         raise NeedsContents("M" if limit is None else "cond" if trips is None else "v_initial") from None
 
 
-def _placed(state: Sequence[Any], moving: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    """`state` with `values` at the positions `moving`."""
-    new = dict(zip(moving, values, strict=True))
-    return [new.get(j, value) if j in new else value for j, value in enumerate(state)]
+@dataclass(frozen=True)
+class _Loop:
+    """A Loop's iteration. Its state is the condition and what is carried; at positions that are not in `moving`, the
+    body passes it on unchanged."""
+
+    body: Subgraph
+    state: Sequence[Any]
+    moving: Sequence[int]
+    key: jax.Array | None
+
+    @property
+    def values(self) -> list[Any]:
+        """The part of the state that moves, at the start."""
+        return [self.state[j] for j in self.moving]
+
+    @property
+    def fixed(self) -> list[Any]:
+        """The state without the part that moves."""
+        return [None if j in self.moving else value for j, value in enumerate(self.state)]
+
+    @property
+    def collected(self) -> Sequence[ir.Value]:
+        return self.body.graph.outputs[len(self.state) :]
+
+    def placed(self, values: Sequence[Any]) -> list[Any]:
+        """The whole state, with these values of the part that moves."""
+        new = dict(zip(self.moving, values, strict=True))
+        return [new.get(j, value) for j, value in enumerate(self.state)]
+
+    def results(self, values: Sequence[Any], outputs: Sequence[Any] = ()) -> tuple[Any, ...]:
+        return (*self.placed(values)[1:], *outputs)
+
+    def goes_on(self, values: Sequence[Any]) -> bool:
+        condition = self.placed(values)[0] if self.state[0] is not None else np.array(True)
+        if (held := contents(condition)) is None:
+            raise NeedsContents("cond")
+        return bool(held.reshape(()))
+
+    def __call__(
+        self, i: Any, values: Sequence[Any], elements: Sequence[Any] = ()
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        condition, *carried = self.placed(values)
+        wanted = [*self.moving, *range(len(self.state), len(self.body.graph.outputs))]
+        condition = np.array(True) if condition is None else condition
+        results = self.body(i, condition, *carried, key=folded(self.key, i), outputs=wanted)
+        return results[: len(self.moving)], results[len(self.moving) :]
 
 
 def _passes(body: Subgraph, position: int) -> bool:
     """Whether the body passes the carried value on unchanged, as exporters do with weights."""
-    value, source = body.graph.outputs[position], body.graph.inputs[position + 1]
+    value = body.graph.outputs[position]
     while (node := value.producer()) is not None and node.op_type == "Identity" and node.graph is body.graph:
         value = node.inputs[0]
-    return value is source
+    return value is body.graph.inputs[position + 1]
 
 
 def _trips(body: Subgraph, state: Sequence[Any], limit: Any) -> Any:
@@ -162,8 +176,8 @@ def _trips(body: Subgraph, state: Sequence[Any], limit: Any) -> Any:
     while bool(np.reshape(values[0], ())) and (steady or trips < limit):
         if trips == _BOUND:
             return None
-        given = _placed([None] * len(state), order, values)
-        values = body(np.array(trips, np.int64), *given, outputs=order)
+        given = dict(zip(order, values, strict=True))
+        values = body(np.array(trips, np.int64), *map(given.get, range(len(state))), outputs=order)
         if not is_known(values):
             return None
         trips += 1
@@ -172,60 +186,58 @@ def _trips(body: Subgraph, state: Sequence[Any], limit: Any) -> Any:
     return trips if not steady or trips == 0 else min(limit, trips)
 
 
-def _while(
-    bind: Callable[[Subgraph, Sequence[Any]], Step],
-    body: Subgraph,
-    state: Sequence[Any],
-    moving: Sequence[int],
-    M: Any,
-    limit: Any,
-) -> Sequence[Any]:
+def _while(loop: _Loop, M: Any, limit: Any) -> Sequence[Any]:
     """The loop as a `lax.while_loop`. If its trip count has a usable bound, its derivative is that of a scan of so many
     iterations, of which those past the end do nothing."""
-    outer, structure = jax.tree.flatten((body.captured(), [None if j in moving else v for j, v in enumerate(state)]))
-    is_explicit = [isinstance(leaf, jax.Array) for leaf in outer]
-    axes = varying_axes([outer, state])
-    initial = _arrays([state[j] for j in moving], axes)
+    outside, structure = jax.tree.flatten((loop.body.captured(), loop.fixed, loop.key))
+    is_explicit = [isinstance(leaf, jax.Array) for leaf in outside]
+    explicit = [leaf for leaf in outside if isinstance(leaf, jax.Array)]
+    axes = varying_axes([outside, loop.values])
+    initial = _arrays(loop.values, axes)
     kinds = _kinds(initial)
-    most = None if limit == math.inf else jnp.reshape(cast(traced(M), np.int64), ())
+    number = canonical(np.int64)
+    most = None if limit == math.inf else traced(M).reshape(()) if limit is None else narrow(np.array(limit, np.int64))
 
-    def parts(explicit: Sequence[Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Whether to go on, and the iteration, with what they read from outside given explicitly."""
+    def bind(explicit: Sequence[Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Whether to go on, and the iteration. A derivative may only depend on values that it is given: `explicit` are
+        all those from outside that are not known."""
         given = iter(explicit)
-        leaves = [next(given) if is_here else leaf for leaf, is_here in zip(outer, is_explicit, strict=True)]
-        captured, fixed = jax.tree.unflatten(structure, leaves)
-        step = bind(body.with_captures(captured), fixed)
+        leaves = [next(given) if is_here else leaf for leaf, is_here in zip(outside, is_explicit, strict=True)]
+        captured, fixed, key = jax.tree.unflatten(structure, leaves)
+        inner = replace(loop, body=loop.body.with_captures(captured), state=fixed, key=key)
 
         def going(i: Any, values: Sequence[Any]) -> Any:
-            condition = _placed(fixed, moving, values)[0]
-            more = True if condition is None else jnp.reshape(traced(condition), ())
-            return jnp.asarray(more) if most is None else (i < most) & more
+            condition = inner.placed(values)[0]
+            more = jnp.asarray(True) if condition is None else traced(condition).reshape(())
+            return more if most is None else more & (i < cast(most, number))
 
-        def checked(i: Any, values: Sequence[Any]) -> Any:
-            values = _arrays(step(i, values, ())[0], axes)
+        def step(i: Any, values: Sequence[Any]) -> Any:
+            values = _arrays(inner(i, values)[0], axes)
             if _kinds(values) != kinds:
                 raise _Varies
             return values
 
-        return going, checked
+        return going, step
 
-    def run(explicit: Sequence[Any], values: Sequence[Any]) -> Sequence[Any]:
-        going, step = parts(explicit)
-        start = jnp.zeros((), canonical(np.int64))
-        return lax.while_loop(lambda c: going(*c), lambda c: (c[0] + 1, step(*c)), (start, values))[1]
+    def run(explicit: Sequence[Any], initial: Sequence[Any]) -> Sequence[Any]:
+        going, step = bind(explicit)
+        start = varying(jnp.zeros((), number), axes)
+        return lax.while_loop(lambda c: going(*c), lambda c: (c[0] + 1, step(*c)), (start, initial))[1]
 
-    def run_bounded(explicit: Sequence[Any], values: Sequence[Any]) -> Sequence[Any]:
-        going, step = parts(explicit)
+    def run_bounded(explicit: Sequence[Any], initial: Sequence[Any]) -> Sequence[Any]:
+        going, step = bind(explicit)
 
         def masked(values: Sequence[Any], i: Any) -> tuple[Sequence[Any], None]:
-            return lax.cond(going(i, values), step, lambda i, values: values, i, values), None
+            here = going(i, values)  # past the end the step starts from initial values, where it has a derivative
+            new = step(i, jax.tree.map(functools.partial(jnp.where, here), values, initial))
+            return jax.tree.map(functools.partial(jnp.where, here), new, values), None
 
-        return lax.scan(masked, values, jnp.arange(limit, dtype=canonical(np.int64)))[0]
+        return lax.scan(masked, initial, varying(jnp.arange(limit, dtype=number), axes))[0]
 
     if isinstance(limit, int) and limit <= _BOUND:
         run = jax.custom_jvp(run)
         run.defjvp(lambda primals, tangents: jax.jvp(run_bounded, primals, tangents))
-    return run([leaf for leaf, is_here in zip(outer, is_explicit, strict=True) if is_here], initial)
+    return run(explicit, initial)
 
 
 # ---- Scan ----------------------------------------------------------------------------------------------------------
@@ -251,7 +263,7 @@ def Scan(sequence_lens=None, *initial_state_and_scan_inputs, num_scan_inputs, bo
             new = [jnp.where(going, n, o) for n, o in zip(results[:count], state, strict=True)]
             return new, [jnp.where(going, y, jnp.zeros_like(y)) for y in results[count:]]
 
-        state, outputs = _scan(step, state, length, elements)
+        state, outputs = _scan(_Iteration(body, step, body.graph.outputs[count:]), state, length, elements)
         return (*state, *outputs)
 
     try:
@@ -288,8 +300,9 @@ def Scan_9(
         results = body(*state, *elements, key=folded(key, i))
         return results[:count], results[count:]
 
+    iteration = _Iteration(body, step, body.graph.outputs[count:])
     try:
-        state, outputs = _iterate(step, state, elements[0].shape[0], elements, body.graph.outputs[count:])
+        state, outputs = _iterate(iteration, state, elements[0].shape[0], elements)
     except _Varies:
         raise ValueError("a state variable changes its shape or dtype") from None
     backwards = scan_output_directions or [0] * len(outputs)
@@ -301,72 +314,85 @@ def Scan_9(
 # ---- how to iterate ------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Iteration:
+    """One iteration of a `body`: `step` takes its number, what is carried, and one element of each array that is scanned.
+    It returns what is carried on, and what is collected: the graph's outputs `collected`."""
+
+    body: Subgraph
+    step: Callable[[Any, Sequence[Any], Sequence[Any]], tuple[Sequence[Any], Sequence[Any]]]
+    collected: Sequence[ir.Value]
+
+    def __call__(self, i: Any, values: Sequence[Any], elements: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        return self.step(i, values, elements)
+
+
 def _iterate(
-    step: Step, state: Sequence[Any], length: Any, elements: Sequence[Any], declared: Sequence[Any]
+    iteration: _Loop | _Iteration, values: Sequence[Any], length: Any, elements: Sequence[Any] = ()
 ) -> tuple[Sequence[Any], Sequence[Any]]:
     """`length` iterations as a `lax.scan`; unrolled if something in it needs contents or changes its shape."""
     try:
-        return _scan(step, state, length, elements)
+        return _scan(iteration, values, length, elements)
     except (_Varies, Break):
         if not isinstance(length, int) or (staged() and length > _UNROLLED):
             raise
-        return _unroll(step, state, length, elements, declared)
+        return _unroll(iteration, values, length, elements)
 
 
 def _scan(
-    step: Step, state: Sequence[Any], length: Any, elements: Sequence[Any]
+    iteration: _Loop | _Iteration, values: Sequence[Any], length: Any, elements: Sequence[Any]
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    number = jnp.arange(length, dtype=canonical(np.int64))
-    axes = varying_axes([state, elements])
-    state = _arrays(state, axes)
-    kinds = _kinds(state)
+    axes = varying_axes([values, elements, iteration.body.captured()])
+    values = _arrays(values, axes)
+    kinds = _kinds(values)
 
-    def checked(state: Sequence[Any], scanned: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-        state, outputs = step(scanned[0], state, scanned[1])
-        state = _arrays(state, axes)
-        if _kinds(state) != kinds:
+    def checked(values: Sequence[Any], scanned: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+        values, outputs = iteration(scanned[0], values, scanned[1])
+        values = _arrays(values, axes)
+        if _kinds(values) != kinds:
             raise _Varies
-        return state, _arrays(outputs)
+        return values, _arrays(outputs)
 
-    return lax.scan(checked, state, (number, list(elements)), length)
+    number = jnp.arange(length, dtype=canonical(np.int64))
+    return lax.scan(checked, values, (number, list(elements)), length)
 
 
 def _unroll(
-    step: Step, state: Sequence[Any], length: int, elements: Sequence[Any], declared: Sequence[Any]
+    iteration: _Loop | _Iteration, values: Sequence[Any], length: int, elements: Sequence[Any] = ()
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    def at(i: Any, state: Sequence[Any], _: Sequence[Any] = ()) -> tuple[Sequence[Any], Sequence[Any]]:
-        return step(i, state, [x[i] for x in elements])
-
-    return _in_python(at, state, lambda i, _: i < length, declared)
+    return _in_python(iteration, values, lambda i, _: i < length, elements)
 
 
 def _in_python(
-    step: Step, state: Sequence[Any], going: Callable[[int, Sequence[Any]], bool], declared: Sequence[Any]
+    iteration: _Loop | _Iteration,
+    values: Sequence[Any],
+    going: Callable[[int, Sequence[Any]], bool],
+    elements: Sequence[Any] = (),
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Iterations one by one; `declared` are the graph's values that are collected."""
-    collected: list[Sequence[Any]] = []
-    while going(len(collected), state):
-        state, outputs = step(np.array(len(collected), np.int64), state, ())
-        collected.append(outputs)
-    if not collected and declared:
-        return state, _nothing(step, state, declared)
-    return state, [_stacked(values) for values in zip(*collected, strict=True)]
+    rows: list[Sequence[Any]] = []
+    while going(i := len(rows), values):
+        values, outputs = iteration(np.array(i, np.int64), values, [x[i] for x in elements])
+        rows.append(outputs)
+    if not rows and iteration.collected:
+        return values, _nothing(iteration, values, elements)
+    return values, [_stacked(column) for column in zip(*rows, strict=True)]
 
 
 def _stacked(values: Sequence[Any]) -> Any:
-    if not is_known(values):
-        values = [traced(value) for value in values]
-    return xp.stack(values)
+    return xp.stack(values if is_known(values) else [traced(value) for value in values])
 
 
-def _nothing(step: Step, state: Sequence[Any], declared: Sequence[Any]) -> Sequence[Any]:
+def _nothing(iteration: _Loop | _Iteration, values: Sequence[Any], elements: Sequence[Any]) -> Sequence[Any]:
     """What a loop of no iterations collects: arrays of length 0."""
+
+    def first() -> Sequence[Any]:
+        return _arrays(iteration(np.array(0, np.int64), values, [jnp.zeros(x.shape[1:], x.dtype) for x in elements])[1])
+
     try:
-        kinds = jax.eval_shape(lambda: _arrays(step(np.array(0, np.int64), state, ())[1]))
-        return [jnp.zeros((0, *kind.shape), kind.dtype) for kind in kinds]
+        return [jnp.zeros((0, *kind.shape), kind.dtype) for kind in jax.eval_shape(first)]
     except (_Varies, Break):
-        shapes = [[d if isinstance(d, int) else 0 for d in value.shape or ()] for value in declared]
-        return [np.zeros((0, *shape), value.dtype.numpy()) for shape, value in zip(shapes, declared, strict=True)]
+        shapes = [[d if isinstance(d, int) else 0 for d in value.shape or ()] for value in iteration.collected]
+        return [np.zeros((0, *s), v.dtype.numpy()) for s, v in zip(shapes, iteration.collected, strict=True)]
 
 
 def _kinds(values: Any) -> Any:

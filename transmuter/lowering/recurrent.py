@@ -21,20 +21,21 @@ Function: TypeAlias = Callable[[jax.Array], jax.Array]
 Step: TypeAlias = Callable[[jax.Array, Sequence[jax.Array]], Sequence[jax.Array]]
 """One step: the inputs' share of the gates, and the states (the hidden one first), to the new states."""
 
-_ACTIVATIONS: dict[str, tuple[Callable[..., jax.Array], tuple[float, ...]]] = {
+_ACTIVATIONS: dict[str, tuple[Callable[..., jax.Array], tuple[float | None, ...]]] = {
     "affine": (lambda x, alpha, beta: alpha * x + beta, (1.0, 0.0)),
     "elu": (lambda x, alpha: jax.nn.elu(x, alpha), (1.0,)),
     "hardsigmoid": (lambda x, alpha, beta: jnp.clip(alpha * x + beta, 0, 1), (0.2, 0.5)),
     "leakyrelu": (lambda x, alpha: jnp.where(x >= 0, x, alpha * x), (0.01,)),
     "relu": (jax.nn.relu, ()),
-    "scaledtanh": (lambda x, alpha, beta: alpha * jnp.tanh(beta * x), (1.0, 1.0)),
+    "scaledtanh": (lambda x, alpha, beta: alpha * jnp.tanh(beta * x), (None, None)),
     "sigmoid": (jax.nn.sigmoid, ()),
     "softplus": (jax.nn.softplus, ()),
     "softsign": (jax.nn.soft_sign, ()),
     "tanh": (jnp.tanh, ()),
     "thresholdedrelu": (lambda x, alpha: jnp.where(x >= alpha, x, 0), (1.0,)),
 }
-"""By lower-case name, with the defaults of alpha and of beta where the function has them."""
+"""By lower-case name, with the alpha and the beta (where the function has them) of the ONNX operator of that name: ONNX
+Runtime takes 0 for those of Affine, ScaledTanh and ThresholdedRelu."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,18 @@ class _Layer:
             raise ValueError(f"there is no activation {name!r}")
         function, defaults = _ACTIVATIONS[name.lower()]
         values = [next(source, default) for source, default in zip(given, defaults, strict=False)]
-        limit = self.clip
-        return lambda x: function(x if limit is None else jnp.clip(x, -limit, limit), *values)
+        if None in values:
+            raise ValueError(f"{name} needs an alpha and a beta")
+        return lambda x: function(x, *values)
+
+    def clipped(self, gate: jax.Array) -> jax.Array:
+        """The input of a gate's activation."""
+        return gate if self.clip is None else jnp.clip(gate, -self.clip, self.clip)
 
     def run(
         self,
         X: jax.Array,
+        hidden: int,
         states: Sequence[Any],
         weights: Sequence[jax.Array | None],
         project: Callable[[jax.Array, int], jax.Array],
@@ -84,13 +91,13 @@ class _Layer:
 
         Args:
             states: The initial ones; an absent one is zero.
-            weights: What `project` and `step` read; the last one has a row or column for each hidden unit.
+            weights: What `project` and `step` read.
             project: The inputs' share of the gates of a direction.
             step: The step of a direction.
         """
         (x,) = _wide(X)
         length, batch = X.shape[1::-1] if self.layout else X.shape[:2]
-        zeros = jnp.zeros((self.directions, batch, weights[-1].shape[-1]), x.dtype)
+        zeros = jnp.zeros((self.directions, batch, hidden), x.dtype)
         initial = [zeros if s is None else jnp.swapaxes(s, 0, 1) if self.layout else s for s in _wide(*states)]
         axes = varying_axes([x, initial, list(weights), self.sequence_lens])
         going = None
@@ -117,7 +124,7 @@ def _scan(
     step: Step, gates: jax.Array, states: Sequence[jax.Array], going: jax.Array | None, backwards: bool
 ) -> tuple[Sequence[jax.Array], jax.Array]:
     """The final states, and the hidden state of each time step. Past the end of its sequence (where not `going`) a
-    state stays as it is; so a backward scan begins at the end."""
+    state stays as it is; so a backward scan begins at the end. An empty sequence's states end as zeros."""
 
     def masked(states: Sequence[jax.Array], now: Any) -> tuple[Sequence[jax.Array], jax.Array]:
         gates, going = now
@@ -127,7 +134,10 @@ def _scan(
         kept = [jnp.where(going, n, o) for n, o in zip(new, states, strict=True)]
         return kept, jnp.where(going, new[0], jnp.zeros_like(new[0]))
 
-    return lax.scan(masked, states, (gates, going), reverse=backwards)
+    ends, y = lax.scan(masked, states, (gates, going), reverse=backwards)
+    if going is not None:
+        ends = [jnp.where(going[:1].any(0), end, jnp.zeros_like(end)) for end in ends]
+    return ends, y
 
 
 def _wide(*operands: Any) -> list[Any]:
@@ -170,9 +180,9 @@ def RNN(
 
     def step(d: int) -> Step:
         (f,), recurrence = functions[d], R[d].T
-        return lambda gates, states: [f(gates + _product(states[0], recurrence))]
+        return lambda gates, states: [f(layer.clipped(gates + _product(states[0], recurrence)))]
 
-    return layer.run(X, [initial_h], [W, B, R], lambda x, d: _product(x, W[d].T) + biases[d], step)
+    return layer.run(X, R.shape[-1], [initial_h], [W, R, B], lambda x, d: _product(x, W[d].T) + biases[d], step)
 
 
 @operator()
@@ -208,22 +218,22 @@ def GRU(
         def before_reset(gates: jax.Array, states: Sequence[jax.Array]) -> Sequence[jax.Array]:
             update, reset, candidate = jnp.split(gates, 3, -1)
             more_update, more_reset, more_candidate = jnp.split(_product(states[0], recurrence), 3, -1)
-            reset = f(reset + more_reset)
+            reset = f(layer.clipped(reset + more_reset))
             return mixed(update + more_update, candidate + reset * (more_candidate + at_state[d]), states[0])
 
         def after_reset(gates: jax.Array, states: Sequence[jax.Array]) -> Sequence[jax.Array]:
             update, reset, candidate = jnp.split(gates, 3, -1)
             more_update, more_reset = jnp.split(_product(states[0], to_gates), 2, -1)
-            reset = f(reset + more_reset)
+            reset = f(layer.clipped(reset + more_reset))
             return mixed(update + more_update, candidate + _product(reset * states[0], to_candidate), states[0])
 
         def mixed(update: jax.Array, candidate: jax.Array, h: jax.Array) -> Sequence[jax.Array]:
-            update = f(update)
-            return [(1 - update) * g(candidate) + update * h]
+            update = f(layer.clipped(update))
+            return [(1 - update) * g(layer.clipped(candidate)) + update * h]
 
         return before_reset if linear_before_reset else after_reset
 
-    return layer.run(X, [initial_h], [W, B, R], lambda x, d: _product(x, W[d].T) + at_input[d], step)
+    return layer.run(X, hidden, [initial_h], [W, R, B], lambda x, d: _product(x, W[d].T) + at_input[d], step)
 
 
 @operator()
@@ -256,14 +266,15 @@ def LSTM(
         return lambda h: _product(h, weight)
 
     step = _lstm_step(layer, recurrence, P, input_forget)
-    return layer.run(X, states, [W, B, P, R], lambda x, d: _product(x, W[d].T) + biases[d], step)
+    return layer.run(X, R.shape[-1], states, [W, R, B, P], lambda x, d: _product(x, W[d].T) + biases[d], step)
 
 
 def _lstm_step(
     layer: _Layer, recurrence: Callable[[int], Function], P: jax.Array | None, input_forget: int | None
 ) -> Callable[[int], Step]:
-    """The step of an LSTM, where `recurrence` gives a direction's product with the hidden state."""
-    functions = layer.functions(["Sigmoid", "Tanh", "Tanh"])
+    """The step of an LSTM, where `recurrence` gives a direction's product with the hidden state. As in ONNX Runtime the
+    cell state is not clipped before its own activation."""
+    clipped, functions = layer.clipped, layer.functions(["Sigmoid", "Tanh", "Tanh"])
 
     def of(d: int) -> Step:
         (f, g, squash), product = functions[d], recurrence(d)
@@ -272,10 +283,10 @@ def _lstm_step(
         def step(gates: jax.Array, states: Sequence[jax.Array]) -> Sequence[jax.Array]:
             h, c = states
             i, o, forget, candidate = jnp.split(gates + product(h), 4, -1)
-            i = f(i + peek_i * c)
-            forget = 1 - i if input_forget else f(forget + peek_f * c)
-            c = forget * c + i * g(candidate)
-            return [f(o + peek_o * c) * squash(c), c]
+            i = f(clipped(i + peek_i * c))
+            forget = 1 - i if input_forget else f(clipped(forget + peek_f * c))
+            c = forget * c + i * g(clipped(candidate))
+            return [f(clipped(o + peek_o * c)) * squash(c), c]
 
         return step
 
@@ -316,7 +327,7 @@ def DynamicQuantizeLSTM(
     def project(x: jax.Array, d: int) -> jax.Array:
         return _quantized_product(x, W[d], W_scale[d]) + biases[d]
 
-    return layer.run(X, states, [W, W_scale, R_scale, B, P, R.swapaxes(1, 2)], project, step)
+    return layer.run(X, R.shape[1], states, [W, W_scale, R, R_scale, B, P], project, step)
 
 
 def _integers(weight: Any, zero_point: Any) -> jax.Array:
