@@ -43,9 +43,11 @@ def load_recorded(name: str) -> Recorded:
         noise = max(n["rms_rel"] for c in entry["cases"] for n in c["onnxruntime_self_noise"].values())
         cases = []
         for case in entry["cases"]:
+            others = {k: v for k, v in case["outputs"].items() if isinstance(v, list) and v and isinstance(v[0], dict)}
             with np.load(where / case["case"], allow_pickle=False) as arrays:
                 inputs = {k[3:]: arrays[k] for k in arrays if k.startswith("in:")}
                 outputs = {k[4:]: arrays[k] for k in arrays if k.startswith("out:")}
+            outputs |= {k: [{int(key): np.float32(x) for key, x in m.items()} for m in v] for k, v in others.items()}
             cases.append((inputs, outputs))
         return Recorded(where / "model.onnx", cases, noise)
     _, repository, file = name.split("/", 2)
@@ -58,15 +60,80 @@ def load_recorded(name: str) -> Recorded:
     return Recorded(where, [found[c] for c in sorted(found)], 0.0)
 
 
+def rms(actual: Any, expected: np.ndarray) -> float:
+    """Root of the mean square difference, relative to that of `expected`."""
+    actual, expected = np.asarray(actual, np.float64), expected.astype(np.float64)
+    return float(np.sqrt(np.mean((actual - expected) ** 2)) / max(np.sqrt(np.mean(expected**2)), 1e-30))
+
+
+def is_half(model: transmuter.Model) -> bool:
+    return any(s.dtype.itemsize == 2 for s in model.shapes["param"].values())
+
+
+def quantises_activations(model: transmuter.Model) -> bool:
+    """Whether rounding noise becomes whole quantisation steps while the graph runs."""
+    return any(
+        name.split("::")[-1] in ("DynamicQuantizeLinear", "QuantizeLinear", "DynamicQuantizeLSTM", "MatMulInteger")
+        for name in model.operators
+    )
+
+
+def onnxruntime_noise(path: Path, inputs: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
+    """How far ONNX Runtime is from itself, per output: optimised, and with float inputs moved by 1e-6 relative."""
+    import onnxruntime
+
+    found: dict[str, list[float]] = {name: [] for name in expected}
+    levels = onnxruntime.GraphOptimizationLevel
+    rng = np.random.default_rng(0)
+    moved = {
+        k: (v * (1 + 1e-6 * rng.choice([-1, 1], v.shape))).astype(v.dtype) if v.dtype.kind == "f" else v
+        for k, v in inputs.items()
+    }
+    for level, feeds, threads in (
+        (levels.ORT_ENABLE_ALL, inputs, 1),
+        (levels.ORT_ENABLE_BASIC, inputs, 1),
+        (levels.ORT_DISABLE_ALL, inputs, 2),
+        (levels.ORT_DISABLE_ALL, moved, 1),
+    ):
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = level
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 4
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        for name, value in zip(expected, session.run(list(expected), feeds), strict=True):
+            found[name].append(rms(value, expected[name]))
+    return {name: max(values) for name, values in found.items()}
+
+
 @pytest.mark.parametrize("mode", ["run", "compile"])
 @pytest.mark.parametrize("name", _names())
 def test_matches_onnxruntime(name: str, mode: str) -> None:
+    """|difference| <= 1e-4 + 1e-3 |reference|; half precision: 2e-3 of rms; what quantises activations while it runs: twice
+    ONNX Runtime's distance from itself."""
     recorded = load_recorded(name)
     assert len(recorded.cases) >= 2
     model = transmuter.load(recorded.path)
     compiled = transmuter.compile(model)
     for inputs, expected in recorded.cases:
         outputs = transmuter.run(model, inputs) if mode == "run" else compiled(inputs)
+        noise = dict.fromkeys(expected, recorded.noise)
+        if quantises_activations(model):
+            measured = onnxruntime_noise(recorded.path, inputs, expected)
+            noise = {name: max(recorded.noise, measured[name]) for name in expected}
         for output, wanted in expected.items():
             actual = np.asarray(outputs[output]) if isinstance(outputs[output], jax.Array) else outputs[output]
-            assert_equal(actual, wanted, rtol=1e-3, atol=1e-4, where=output)
+            bound = max(2e-3 if is_half(model) else 0.0, 2 * noise[output])
+            try:
+                assert_equal(actual, wanted, rtol=1e-3, atol=1e-4, where=output)
+            except AssertionError:
+                assert isinstance(actual, np.ndarray)
+                assert (actual.dtype, actual.shape) == (wanted.dtype, wanted.shape)
+                assert actual.dtype.kind == "f"
+                difference = rms(actual, wanted)
+                if difference > bound:
+                    raise
+    if mode == "compile":
+        assert compiled.cache_info().misses == compiled.cache_info().evictions + len(compiled.segments)
+        calls = compiled.cache_info().misses
+        compiled(recorded.cases[-1][0])
+        assert compiled.cache_info().misses == calls, "a known signature compiles again"

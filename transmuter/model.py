@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from transmuter import reading
-from transmuter.errors import InputError, LoweringError, UnsupportedOperatorError
+from transmuter.errors import InputError, LoweringError
 from transmuter.lowering import evaluation
 from transmuter.lowering.arrays import canonical, cast, compute_dtype, computed, is_string
 from transmuter.staging import exact_dtypes, staged
@@ -387,24 +387,17 @@ class Model:
 
     def _check_supported(self, held: Mapping[ir.Value, Any], wanted: Mapping[str, ir.Value]) -> None:
         """Raises before anything runs if the branches that known conditions pick need an unsupported operator."""
-        found: dict[str, list[str]] = {}
-        hidden = {v: x for v, x in held.items() if isinstance(x, jax.Array) and (x.size > _SMALL or staged())}
+        hidden = [v for v, x in held.items() if isinstance(x, jax.Array) and (x.size > _SMALL or staged())]
+        weights = {value: self.weight(name) for value, (_, name) in self.weight_values.items()}
 
-        def trace(hidden: dict[str, Any]) -> None:
-            named = {v: hidden[v.name] for v in held if v.name in hidden}
+        def trace(arrays: list[Any]) -> None:
             with self.lowering_dtypes():
-                scope = self.scope(
-                    {**held, **named}, {v: self.weight(name) for v, (_, name) in self.weight_values.items()}, None
-                )
-                evaluating = evaluation.Evaluation(self.program, breaks=[], unsupported=found)
+                scope = self.scope({**held, **dict(zip(hidden, arrays, strict=True))}, weights, None)
+                evaluating = evaluation.Evaluation(self.program, breaks=[], unsupported={})
                 waiting = evaluating.run(self.program.work(self.graph, tuple(wanted.values())), scope)
-                behind = {v.name for item in waiting for v in item.outputs}
-                for name, nodes in self.unsupported_operators.items():
-                    found.setdefault(name, []).extend(node for node in nodes if node in behind)
+                evaluating.refuse_unsupported(waiting, scope)
 
-        jax.eval_shape(trace, {v.name: x for v, x in hidden.items()})
-        if found:
-            raise UnsupportedOperatorError({name: list(dict.fromkeys(nodes)) for name, nodes in found.items()})
+        jax.eval_shape(trace, [held[v] for v in hidden])
 
 
 class _ComputeDtype:
@@ -486,7 +479,8 @@ def _spec(value: ir.Value, host_types: Mapping[str, str]) -> TensorSpec:
         return TensorSpec(value.name, None, None, kind)
     shape = None
     if value.shape is not None:
-        shape = tuple(d if isinstance(d, int) else d.value for d in value.shape)
+        # Some exporters write -1 for a free dimension.
+        shape = tuple((d if d >= 0 else None) if isinstance(d, int) else d.value for d in value.shape)
     return TensorSpec(value.name, value.dtype.numpy(), shape)
 
 

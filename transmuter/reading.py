@@ -377,6 +377,13 @@ def _agrees(function: ir.Function, model: ir.Model) -> bool:
 
 def _check_names(graph: onnx.GraphProto, outer: set[str], where: str) -> None:
     """Raises where a node or output reads a value that nothing defines."""
+    for tensor in graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key in ("offset", "length") and not entry.value.isdigit():
+                raise ModelError(
+                    f"The initializer {tensor.name!r} lies at the {entry.key} {entry.value!r} of a file, which is no "
+                    "count of bytes. Export the model again."
+                )
     own = {i.name for i in graph.input} | {t.name for t in graph.initializer}
     own |= {t.values.name for t in graph.sparse_initializer}
     for node in graph.node:

@@ -252,11 +252,12 @@ class Program:
         scopes = [(self.graph, self.opsets), *((f.graph, f.opset_imports) for f in self.functions.values())]
         for graph, opsets in scopes:
             for node in graph.all_nodes():
-                if not self._is_supported(node, opsets):
-                    found.setdefault(operator_name(node), []).append(node.name or node.outputs[0].name or "?")
+                if not self.is_supported(node, opsets):
+                    found.setdefault(operator_name(node), []).append(_label(node))
         return {name: tuple(nodes) for name, nodes in sorted(found.items())}
 
-    def _is_supported(self, node: ir.Node, opsets: Mapping[str, int]) -> bool:
+    def is_supported(self, node: ir.Node, opsets: Mapping[str, int]) -> bool:
+        """Whether the node can be lowered: by a lowering, as a model's function, or as its schema's."""
         domain = _domain(node)
         version = opsets.get(domain, 1)
         if node.op_identifier() in self.functions or registry.find(domain, node.op_type, version) is not None:
@@ -386,6 +387,22 @@ class Evaluation:
                 scope.values.pop(value, None)
         return waiting
 
+    def refuse_unsupported(self, waiting: Sequence[Work], scope: Scope) -> None:
+        """Raises if `run` met operators without a lowering, or if there are some among the nodes that wait.
+
+        Raises:
+            UnsupportedOperatorError: It lists them all.
+        """
+        found = {name: dict.fromkeys(nodes) for name, nodes in (self.unsupported or {}).items()}
+        nodes = [item for item in waiting if isinstance(item, ir.Node)]
+        while nodes:
+            node = nodes.pop(0)
+            nodes += [inner for graph in subgraphs(node) for inner in graph]
+            if not self.program.is_supported(node, scope.opsets):
+                found.setdefault(operator_name(node), {})[_label(node)] = None
+        if found:
+            raise UnsupportedOperatorError({name: list(labels) for name, labels in found.items()})
+
     def _last_use(self, work: Sequence[Work], keep: frozenset[ir.Value]) -> dict[Work, list[ir.Value]]:
         last: dict[ir.Value, Work] = {}
         for item in work:
@@ -450,7 +467,7 @@ class Evaluation:
         if bound.lowering is None and function is None:
             function = self.program.body_for(node, operands, scope)
             if function is None:
-                raise UnsupportedOperatorError({operator_name(node): [node.name or node.outputs[0].name or "?"]})
+                raise UnsupportedOperatorError({operator_name(node): [_label(node)]})
         try:
             if function is not None:
                 results = self.function(function, node, operands, scope)
@@ -569,6 +586,10 @@ def describe(node: ir.Node) -> str:
         f"node {node.name!r}" if node.name else f"the node of {node.outputs[0].name!r}" if node.outputs else "a node"
     )
     return f"{named} ({operator_name(node)})"
+
+
+def _label(node: ir.Node) -> str:
+    return node.name or next((v.name for v in node.outputs if v.name), "?")
 
 
 def operator_name(node: ir.Node) -> str:

@@ -25,7 +25,7 @@ _CALLS = {"jit", "pjit", "closed_call", "core_call"}
 _ENLARGING = {"broadcast_in_dim", "iota"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operation:
     """One primitive application; an operand is a `Ref`, or a literal."""
 
@@ -167,7 +167,7 @@ def split(trace: Trace, names: dict[Ref, str], arguments: list[Ref], *, prepare:
     originals = {**names, **dict.fromkeys(trace.constants, "")}
     weights = []
     for ref in frontier:
-        needed = _needed(list(dict.fromkeys(_ancestors(ref, producer))), [ref])
+        needed = _needed(_ancestors(ref, producer), [ref])
         sources = (
             {r for op in needed for r in op.operands if isinstance(r, Ref) and r in originals} if needed else {ref}
         )

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import onnx_ir as ir
 
-from transmuter.errors import UnsupportedOperatorError
 from transmuter.lowering.arrays import is_known, is_string, traced
 from transmuter.lowering.evaluation import HOST, PENDING, Bind, Break, Evaluation, Work
 from transmuter.model import Model
@@ -106,11 +105,11 @@ class Segment:
             held.update(zip(self._arguments, arguments, strict=True))
             with model.lowering_dtypes(), model.naming_disagreements(held):
                 scope = model.scope(held, {values[name]: w for name, w in zip(shapes, weights, strict=True)}, key)
-                unsupported: dict[str, list[str]] = {}
-                promote = self._promote(held)
-                evaluating = Evaluation(model.program, breaks=self.breaks, unsupported=unsupported, promote=promote)
+                evaluating = Evaluation(
+                    model.program, breaks=self.breaks, unsupported={}, promote=self._promote(held)
+                )
                 waiting = evaluating.run(stage.work, scope)
-                self._refuse(unsupported, waiting)
+                evaluating.refuse_unsupported(waiting, scope)
                 self.nodes = len(stage.work) - len(waiting)
                 return self._results(scope, waiting, structure)
 
@@ -154,17 +153,6 @@ class Segment:
                 raise Promote(frozenset(found))
 
         return check
-
-    def _refuse(self, unsupported: dict[str, list[str]], waiting: Sequence[Work]) -> None:
-        """Raises before anything has run if this segment, or what waits behind its breaks, cannot be lowered."""
-        if not self.model.unsupported_operators:
-            return
-        behind = {node for item in waiting if isinstance(item, ir.Node) for node in (item.name, item.outputs[0].name)}
-        for name, nodes in self.model.unsupported_operators.items():
-            unsupported.setdefault(name, []).extend(node for node in nodes if node in behind)
-        found = {name: list(dict.fromkeys(nodes)) for name, nodes in unsupported.items() if nodes}
-        if found:
-            raise UnsupportedOperatorError(found)
 
     def _results(self, scope: Any, waiting: list[Work], structure: list[Any]) -> list[Any]:
         """Sorts what the segment has computed into what it hands on and what is a requested output."""
