@@ -15,6 +15,7 @@ from jax import lax
 
 from transmuter.lowering.arrays import (
     Array,
+    NeedsContents,
     cast,
     contents,
     dtype,
@@ -61,10 +62,15 @@ def _binary_from_axis(function: Callable[[Array, Array], Array]) -> Callable[...
     return lowering
 
 
+def widened(x: Array) -> Array:
+    """Half types as float32, for what does not fit their range or precision on the way."""
+    return cast(x, np.float32) if x.dtype in (np.float16, ml_dtypes.bfloat16) else x
+
+
 # ---- arithmetic ----------------------------------------------------------------------------------------------------
 
 
-def _divide(a: Array, b: Array) -> Array:
+def divide(a: Array, b: Array) -> Array:
     """Integer division truncates towards zero, as C++ does."""
     if is_float(a):
         return xp.divide(a, b)
@@ -177,14 +183,15 @@ def IsInf(x, *, detect_negative, detect_positive):
 @operator("Where_9")
 def Where(condition, x, y):
     if is_string(x) or is_string(y):
-        condition = _readable(condition)
+        condition = _readable(condition, "condition")
     return xp.where(condition, x, y)
 
 
-def _readable(x: Array) -> np.ndarray:
+def _readable(x: Array, operand: str) -> np.ndarray:
+    """What `x` holds; strings are made on the host."""
     held = contents(x)
     if held is None:
-        raise ValueError("strings only exist outside of JAX transforms, but one hides the contents of an operand")
+        raise NeedsContents(operand)
     return held
 
 
@@ -197,6 +204,13 @@ def _gelu(x: Array) -> Array:
 
 def _softsign(x: Array) -> Array:
     return x / (1 + jnp.abs(x))
+
+
+def _mish(x: Array) -> Array:
+    """`x * tanh(softplus(x))`, written with one exponential; beyond 20 it is `x`."""
+    power = jnp.exp(jnp.minimum(widened(x), 20))
+    ratio = power * (power + 2)
+    return x * cast(ratio / (ratio + 2), x.dtype)
 
 
 def _hard_swish(x: Array) -> Array:
@@ -327,7 +341,7 @@ def _bits(x: Array, wanted: Any) -> Array:
 def _convert(x: Array, wanted: np.dtype, saturate: int = 1, round_mode: str = "up") -> Array:
     """`x` in the dtype `wanted`, as Cast defines it."""
     if wanted.kind == "O":
-        return _to_strings(_readable(x))
+        return _to_strings(_readable(x, "x"))
     if is_string(x):
         return _convert(_from_strings(x, wanted), wanted, saturate)
     if is_symbolic(x) and not jnp.issubdtype(wanted, jnp.integer):
@@ -342,6 +356,8 @@ def _convert(x: Array, wanted: np.dtype, saturate: int = 1, round_mode: str = "u
         return cast(xp.clip(x, -largest, largest) if saturate else x, wanted)
     if is_float(x) and jnp.issubdtype(wanted, jnp.integer):
         return _truncate(x, wanted)
+    if ir.DataType.from_numpy(wanted).bitwidth < 8:  # not every pair of such types has a cast of its own in NumPy
+        x = x if is_float(x) else cast(x, np.int32)
     return cast(x, wanted)
 
 
@@ -351,8 +367,8 @@ def _truncate(x: Array, wanted: np.dtype) -> Array:
     wide = wanted if wanted.itemsize >= 4 else np.dtype(np.int32)
     if is_known(x):  # what XLA does by itself
         low, high = np.iinfo(wide).min, np.iinfo(wide).max
+        ends = np.where(np.isnan(x), 0, np.where(x <= low, low, high))
         fits = (x > low) & (x < high)
-        ends = np.where(np.isnan(x), 0, np.where(x < 0, low, high))
         return cast(np.where(fits, cast(np.where(fits, x, 0), wide), ends), wanted)
     return cast(cast(x, wide), wanted)
 
@@ -425,13 +441,13 @@ _UNARY = {
     "Softplus": jax.nn.softplus,
     "Softsign": _softsign,
     "HardSwish_14": _hard_swish,
-    "Mish_18": jax.nn.mish,
+    "Mish_18": _mish,
 }
 _BINARY = {
     "Add": xp.add,
     "Sub": xp.subtract,
     "Mul": xp.multiply,
-    "Div": _divide,
+    "Div": divide,
     "Pow": _power,
     "Equal": xp.equal,
     "Greater": xp.greater,

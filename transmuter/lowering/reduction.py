@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax import lax
+from numpy.lib.array_utils import normalize_axis_tuple
 
-from transmuter.lowering.arrays import Array, cast, dims, is_float, shape_vector, xp
-from transmuter.lowering.elementwise import _divide
+from transmuter.lowering.arrays import Array, cast, dims, is_float, is_known, shape_vector, xp
+from transmuter.lowering.elementwise import divide, widened
 from transmuter.lowering.registry import operator
 
 Axes = tuple[int, ...]
-
-_HALVES = (np.float16, ml_dtypes.bfloat16)
-
-
-def _widened(x: Array) -> Array:
-    """Half types as float32, in which they are accumulated."""
-    return cast(x, np.float32) if x.dtype in _HALVES else x
-
 
 # ---- reductions ----------------------------------------------------------------------------------------------------
 
@@ -34,8 +27,8 @@ def _reduction(function: Callable[[Array, Axes], Array]) -> Callable[[Array, Axe
     name = function.__name__
 
     def reduce(data: Array, axes: Axes, keepdims: int) -> Array:
-        axes = tuple(axis % data.ndim for axis in axes)
-        result = function(_widened(data), axes)
+        axes = normalize_axis_tuple(axes, data.ndim)
+        result = function(widened(data), axes)
         result = result if result.dtype == data.dtype else cast(result, data.dtype)
         return result if keepdims else xp.squeeze(result, axis=axes)
 
@@ -65,7 +58,7 @@ def ReduceProd(x, axes):
 def ReduceMean(x, axes):
     total = ReduceSum(x, axes)
     count = xp.prod(cast(shape_vector([x.shape[axis] for axis in axes]), x.dtype), dtype=x.dtype)
-    return _divide(total, count)
+    return divide(total, count)
 
 
 @_reduction
@@ -126,19 +119,27 @@ def _positive(x: Array, function: Callable[[Array], Array], at_zero: float) -> A
 # ---- indices of extremes -------------------------------------------------------------------------------------------
 
 
-def _index(name: str, function: Callable[..., Array]) -> None:
-    """Registers `function` (argmax, argmin), which finds the first of equal elements."""
+def _index(name: str, function: Callable[..., Array], extreme: Callable[..., Array]) -> None:
+    """Registers `function` (argmax, argmin), which finds the first element that is the `extreme`, or NaN."""
+
+    def first(x: Array, axis: int, keepdims: bool) -> Array:
+        if is_known(x) or axis not in (-1, x.ndim - 1):
+            return function(x, axis=axis, keepdims=keepdims)
+        # XLA on CPUs is several times faster in two passes, which it vectorises, along the last axis
+        found = (x == extreme(x, axis=-1, keepdims=True)) | (x != x)
+        position = lax.broadcasted_iota(np.int32, x.shape, x.ndim - 1)
+        return jnp.min(jnp.where(found, position, np.iinfo(np.int32).max), axis=-1, keepdims=keepdims)
 
     @operator(name)
     def lowering(data, *, axis, keepdims, select_last_index):
         if not select_last_index:
-            return cast(function(data, axis=axis, keepdims=bool(keepdims)), np.int64)
-        from_end = cast(function(xp.flip(data, axis), axis=axis, keepdims=bool(keepdims)), np.int64)
+            return cast(first(data, axis, bool(keepdims)), np.int64)
+        from_end = cast(first(xp.flip(data, axis), axis, bool(keepdims)), np.int64)
         return data.shape[axis] - 1 - from_end
 
 
-_index("ArgMax", xp.argmax)
-_index("ArgMin", xp.argmin)
+_index("ArgMax", xp.argmax, jnp.max)
+_index("ArgMin", xp.argmin, jnp.min)
 
 
 # ---- cumulative sums -----------------------------------------------------------------------------------------------
@@ -150,7 +151,7 @@ def _cumulative(name: str, function: Callable[..., Array], identity: int) -> Non
     @operator(name, known=("axis",))
     def lowering(x, axis, *, exclusive, reverse):
         (axis,) = dims(axis)
-        y = _widened(xp.flip(x, axis) if reverse else x)
+        y = widened(xp.flip(x, axis) if reverse else x)
         if exclusive:
             one = (slice(None),) * (axis % x.ndim)
             first = xp.full_like(y[(*one, slice(0, 1))], identity)
@@ -166,12 +167,11 @@ _cumulative("CumProd_26", xp.cumprod, 1)
 # ---- softmax -------------------------------------------------------------------------------------------------------
 
 
-def _along_axis(function: Callable[[Array, int], Array]) -> Callable[[Array, int], Array]:
+def _along_axis(name: str, function: Callable[[Array, int], Array]) -> None:
     """Registers `function`: from opset 13 on along one axis, before along all axes from `axis` on together."""
-    name = function.__name__
 
     def computed(x: Array, axis: int) -> Array:
-        return cast(function(_widened(x), axis), x.dtype)
+        return cast(function(widened(x), axis), x.dtype)
 
     @operator(name)
     def flattened(x, *, axis):
@@ -182,31 +182,42 @@ def _along_axis(function: Callable[[Array, int], Array]) -> Callable[[Array, int
     def along(x, *, axis):
         return computed(x, axis)
 
-    return function
 
-
-def _shifted(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """`x` less its maximum along the axis, and where that is -inf: nothing is left to choose from there. The softmax
-    is NaN then, but no NaN may reach the gradient."""
-    largest = lax.stop_gradient(jnp.max(x, axis=axis, keepdims=True))
-    empty = largest == -jnp.inf
-    return jnp.where(empty, 0, x - largest), empty
-
-
-@_along_axis
-def Softmax(x, axis):
-    shifted, empty = _shifted(x, axis)
-    powers = jnp.exp(shifted)
-    return jnp.where(empty, jnp.nan, powers / jnp.sum(powers, axis=axis, keepdims=True))
-
-
-@_along_axis
-def LogSoftmax(x, axis):
-    shifted, empty = _shifted(x, axis)
-    return jnp.where(empty, jnp.nan, shifted - jnp.log(jnp.sum(jnp.exp(shifted), axis=axis, keepdims=True)))
-
-
-@_along_axis
-def Hardmax(x, axis):
+def _hardmax(x: Array, axis: int) -> Array:
     first = jnp.argmax(x, axis=axis, keepdims=True)
     return cast(lax.broadcasted_iota(first.dtype, x.shape, axis % x.ndim) == first, x.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _softmax(x: jax.Array, axis: int) -> jax.Array:
+    powers = jnp.exp(x - jnp.max(x, axis=axis, keepdims=True))
+    return powers / jnp.sum(powers, axis=axis, keepdims=True)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _log_softmax(x: jax.Array, axis: int) -> jax.Array:
+    shifted = x - jnp.max(x, axis=axis, keepdims=True)
+    return shifted - jnp.log(jnp.sum(jnp.exp(shifted), axis=axis, keepdims=True))
+
+
+def _weights(x: jax.Array, axis: int) -> jax.Array:
+    """The softmax, as derivatives need it: where all elements are -inf, it is NaN, but no NaN may reach a gradient."""
+    return _softmax(jnp.maximum(x, jnp.finfo(x.dtype).min), axis)
+
+
+@_softmax.defjvp
+def _(axis, primals, tangents):
+    (x,), (dx,) = primals, tangents
+    weights = _weights(x, axis)
+    return _softmax(x, axis), weights * dx - weights * jnp.sum(weights * dx, axis=axis, keepdims=True)
+
+
+@_log_softmax.defjvp
+def _(axis, primals, tangents):
+    (x,), (dx,) = primals, tangents
+    return _log_softmax(x, axis), dx - jnp.sum(_weights(x, axis) * dx, axis=axis, keepdims=True)
+
+
+_along_axis("Softmax", _softmax)
+_along_axis("LogSoftmax", _log_softmax)
+_along_axis("Hardmax", _hardmax)
