@@ -17,14 +17,14 @@ from transmuter.lowering.registry import operator
 def _from_front(indices: Array, size: Any) -> Array:
     """Indices counted from the front. Known ones are checked; traced ones that lie outside of the axis read the element
     that is nearest, and write nothing."""
-    if isinstance(indices, jax.Array):
-        size = size if isinstance(size, int) else cast(jnp.asarray(size), indices.dtype)
-        return jnp.where(indices < 0, indices + size, indices)
-    if not isinstance(size, int):
+    if isinstance(size, int):
+        if is_known(indices) and indices.size and not (-size <= indices.min() and indices.max() < size):
+            raise ValueError(f"an index lies outside of an axis of {size} elements")
+        return xp.where(indices < 0, indices + size, indices)
+    if is_known(indices) and (indices >= 0).all():
         return indices
-    if indices.size and not (-size <= indices.min() and indices.max() < size):
-        raise ValueError(f"an index lies outside of an axis of {size} elements")
-    return np.where(indices < 0, indices + size, indices)
+    indices = traced(indices)
+    return jnp.where(indices < 0, indices + cast(jnp.asarray(size), indices.dtype), indices)
 
 
 def _readable(data: Array, indices: Array) -> Array:
@@ -82,7 +82,7 @@ def _along(shape: tuple[Any, ...], axis: int) -> Array:
 _REDUCTIONS = {
     "none": ("set", None),
     "add": ("add", np.add),
-    "mul": ("multiply", np.multiply),
+    "mul": ("mul", np.multiply),
     "min": ("min", np.minimum),
     "max": ("max", np.maximum),
 }
@@ -92,13 +92,36 @@ def _scatter(data: Array, index: tuple[Array, ...], updates: Array, reduction: s
     """`data` with `updates` placed at `index`, or combined with what is there."""
     method, ufunc = _REDUCTIONS[reduction]
     if not is_known((data, updates, *index)):
-        return getattr(traced(data).at[index], method)(updates)
+        data, updates = traced(data), traced(updates)
+        return _multiplied(data, index, updates) if reduction == "mul" else getattr(data.at[index], method)(updates)
     result = np.array(data, np.result_type(data, updates))
     if ufunc is None:
         result[index] = updates
     else:
         ufunc.at(result, index, updates)
     return result
+
+
+@jax.custom_jvp
+def _multiplied(data: jax.Array, index: tuple[Array, ...], updates: jax.Array) -> jax.Array:
+    """JAX itself has no gradient of this where an index repeats."""
+    return data.at[index].mul(updates)
+
+
+@_multiplied.defjvp
+def _derivative_of_multiplied(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    """A factor's derivative is the product of the other ones: that of all but zeros, if no other one is zero."""
+    data, index, updates = primals
+    zeros = (data == 0).astype(np.int32).at[index].add((updates == 0).astype(np.int32))
+    product = _multiplied(jnp.where(data == 0, 1, data), index, jnp.where(updates == 0, 1, updates))
+
+    def others(factor: jax.Array, zeros: jax.Array, product: jax.Array) -> jax.Array:
+        is_zero = factor == 0
+        return jnp.where(zeros == is_zero.astype(np.int32), product / jnp.where(is_zero, 1, factor), 0)
+
+    d_data, _, d_updates = tangents
+    d_updates = d_updates * others(updates, zeros[index], product[index])
+    return _multiplied(*primals), (d_data * others(data, zeros, product)).at[index].add(d_updates)
 
 
 @operator("Scatter", "ScatterElements")
@@ -210,14 +233,29 @@ def _corners(boxes: np.ndarray, center_point_box: int) -> tuple[np.ndarray, np.n
     return np.minimum(one, other), np.maximum(one, other)
 
 
-def _suppress(low: np.ndarray, high: np.ndarray, candidates: np.ndarray, most: int, overlap: np.float32) -> list[int]:
-    """Of candidates in order of preference, at most so many of which no two overlap by more than `overlap`."""
-    kept: list[int] = []
-    while candidates.size and len(kept) < most:
-        best, candidates = candidates[0], candidates[1:]
-        kept.append(best)
-        sides = np.minimum(high[candidates], high[best]) - np.maximum(low[candidates], low[best])
+_BLOCK = 512
+
+
+def _suppress(low: np.ndarray, high: np.ndarray, candidates: np.ndarray, most: int, limit: np.float32) -> list[int]:
+    """Of candidates in order of preference, at most so many, of which no two overlap by more than `limit`.
+
+    They are looked at in blocks, since most of them come after the last one that is kept.
+    """
+    areas = (high - low).prod(-1)
+
+    def clash(one: Any, other: Any) -> np.ndarray:
+        sides = np.minimum(high[one], high[other]) - np.maximum(low[one], low[other])
         shared = np.maximum(sides, 0).prod(-1)
-        union = (high[best] - low[best]).prod() + (high[candidates] - low[candidates]).prod(-1) - shared
-        candidates = candidates[~(shared > overlap * union)]
+        with np.errstate(invalid="ignore"):
+            return shared / (areas[one] + areas[other] - shared) > limit
+
+    kept: list[int] = []
+    for start in range(0, candidates.size, _BLOCK):
+        block = candidates[start : start + _BLOCK]
+        block = block[~clash(np.array(kept, np.int64)[:, None], block).any(0)]
+        while block.size and len(kept) < most:
+            kept.append(block[0])
+            block = block[1:][~clash(block[0], block[1:])]
+        if len(kept) >= most:
+            break
     return kept

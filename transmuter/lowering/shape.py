@@ -93,7 +93,7 @@ def Expand(x, shape):
 @operator(known=("tiles", "axis"))
 def Tile(x, tiles, axis):
     repeats = np.ones(x.ndim, np.int64)
-    repeats[axis] = tiles.item()
+    repeats[int(axis.item())] = tiles.item()
     return Tile_6(x, repeats)
 
 
@@ -209,9 +209,12 @@ _OUT_OF_REACH = 2**31 - 1
 
 
 def _within(size: Any, start: Any, end: Any, step: int) -> slice:
-    """ONNX counts bounds as Python does, except that an end before the first element, which only a step backwards
-    reaches, has no Python spelling but None."""
+    """ONNX counts bounds as Python does, except that a step backwards from before the first element starts at that one.
+
+    ONNX Runtime takes the largest integer as an end for no end even then, where the specification has the smallest.
+    """
     if all(isinstance(d, int) for d in (size, start, end)):
+        start = max(start, -size) if step < 0 else start
         start, end, step = slice(start, end, step).indices(size)
         return slice(start, end if end >= 0 else None, step) if range(start, end, step) else slice(0, 0)
     forward = 1 if step > 0 else -1  # a bound out of reach would stay in the expression of the symbolic size
