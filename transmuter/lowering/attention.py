@@ -16,16 +16,10 @@ import numpy as np
 from jax import lax
 
 from transmuter.lowering.arrays import Array, cast, dtype, shape_vector, traced
+from transmuter.lowering.linear import PRECISION, accumulator
 from transmuter.lowering.registry import operator
 
-PRECISION = lax.Precision.HIGHEST
-
 # ---- the steps of attention ----------------------------------------------------------------------------------------
-
-
-def wide(declared: np.dtype) -> np.dtype:
-    """The dtype in which values of a floating-point dtype are summed: float32 at least."""
-    return np.dtype(np.float32) if declared.itemsize < 4 else declared
 
 
 def heads(x: Array, count: int) -> jax.Array:
@@ -51,12 +45,11 @@ def _grouped(x: Array, groups: int) -> Array:
 
 def scores(query: Array, key: Array, scale: float | None = None) -> jax.Array:
     """Scaled products of queries with keys, (batch, heads, queries, keys), in float32 at least."""
-    accumulated = wide(query.dtype)
-    products = jnp.einsum(
-        "bkgqd,bktd->bkgqt", _grouped(query, key.shape[1]), key, precision=PRECISION, preferred_element_type=accumulated
-    )
+    wide = accumulator(query)
+    groups = _grouped(query, key.shape[1])
+    products = jnp.einsum("bkgqd,bktd->bkgqt", groups, key, precision=PRECISION, preferred_element_type=wide)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    return products.reshape(*query.shape[:3], key.shape[2]) * jnp.asarray(scale, accumulated)
+    return products.reshape(*query.shape[:3], key.shape[2]) * jnp.asarray(scale, wide)
 
 
 def capped(scores: jax.Array, softcap: float | None) -> jax.Array:
@@ -80,10 +73,8 @@ def probabilities(scores: jax.Array, sink: Array | None = None) -> jax.Array:
 
 def mixed(probabilities: Array, value: Array) -> jax.Array:
     """The values in the proportions that the queries give them, in the dtype of `value`."""
-    weights = _grouped(cast(probabilities, value.dtype), value.shape[1])
-    sums = jnp.einsum(
-        "bkgqt,bktd->bkgqd", weights, value, precision=PRECISION, preferred_element_type=wide(value.dtype)
-    )
+    groups, wide = _grouped(cast(probabilities, value.dtype), value.shape[1]), accumulator(value)
+    sums = jnp.einsum("bkgqt,bktd->bkgqd", groups, value, precision=PRECISION, preferred_element_type=wide)
     return cast(sums, value.dtype).reshape(*probabilities.shape[:3], value.shape[3])
 
 
@@ -186,7 +177,7 @@ def Attention_23(
 
 @operator(domain="ai.onnx.preview")
 def FlexAttention(Q, K, V, *, prob_mod, scale, score_mod, softmax_precision):
-    precision = dtype(softmax_precision) if softmax_precision else wide(Q.dtype)
+    precision = dtype(softmax_precision) if softmax_precision else accumulator(Q)
     shares = cast(scores(Q, K, scale), precision)
     if score_mod is not None:
         (shares,) = score_mod(shares)
