@@ -30,7 +30,7 @@ def expected(log_prob, labels, weights, ignore_index, reduction):
     return {"none": losses, "sum": losses.sum(), "mean": losses.sum() / weight.sum()}[reduction]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.sampled_from(["none", "sum", "mean"]),
     st.booleans(),

@@ -82,14 +82,17 @@ class _Resampling:
             case "half_pixel":
                 return (i + 0.5) / scale - 0.5
             case "half_pixel_symmetric":
-                return (i + 0.5) / scale - 0.5 + np.float32(n / 2 * (1 - axis.resized / axis.length))
+                shift = np.float32(n / 2) * (1 - np.float32(axis.resized) / np.float32(axis.length))
+                return shift + (i + 0.5) / scale - 0.5
             case "pytorch_half_pixel":
                 return (i + 0.5) / scale - 0.5 if axis.resized > 1 else i
             case "align_corners":  # of the length that is not rounded, as the conformance suite has it
                 return i * (n - 1) / np.float32(axis.length - 1) if axis.length != 1 else i
             case "tf_crop_and_resize":
-                start, end = np.float32(axis.roi) * (n - 1)
-                return start + i * (end - start) / (axis.resized - 1) if axis.resized > 1 else i + (start + end) / 2
+                start, end = np.float32(axis.roi)
+                if axis.resized == 1:
+                    return i + (start + end) / 2 * (n - 1)
+                return start * (n - 1) + i * (end - start) * (n - 1) / (axis.resized - 1)
         raise ValueError(f"the coordinate transformation mode {self.coordinate_transformation_mode!r} is not defined")
 
     def nearest(self, positions: np.ndarray, axis: _Axis) -> np.ndarray:

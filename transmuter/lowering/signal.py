@@ -74,6 +74,8 @@ def MelWeightMatrix(num_mel_bins, dft_length, sample_rate, lower_edge_hertz, upp
     low, high = (2595 * np.log10(1 + float(edge.reshape(())) / 700) for edge in (lower_edge_hertz, upper_edge_hertz))
     mel = low + np.arange(count + 2) * (high - low) / (count + 2)
     edges = np.floor((length + 1) * 700 * (10 ** (mel / 2595) - 1) / _int(sample_rate))
+    if edges[-1] > length // 2 + 1:
+        raise ValueError(f"the filters reach bin {edges[-1]:g}, but the spectrum has {length // 2 + 1} bins")
     left, center, right = edges[:-2], edges[1:-1], edges[2:]
     bins = np.arange(length // 2 + 1)[:, None]
     rising = np.where(bins <= center, (bins - left) / np.maximum(center - left, 1), 0)
