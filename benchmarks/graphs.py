@@ -1,0 +1,353 @@
+"""ONNX graphs of common architectures with random weights, written node by node as exporters write them.
+
+Nothing here needs PyTorch or a download. Weights are seeded, and scaled so that activations keep a size around one:
+neither denormal nor infinite numbers distort a measurement.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+Dim = int | str
+"""A dimension of a reshape: a number, or the name of a scalar value that the graph computes."""
+
+
+class Graph:
+    """Builds a graph: every method adds nodes and returns the name of their result."""
+
+    def __init__(self, name: str, *, opset: int, seed: int):
+        self._name, self._opset = name, opset
+        # NumPy has frozen the stream of RandomState, so results recorded for a seed stay valid.
+        self._random = np.random.RandomState(seed)
+        self._nodes: list[onnx.NodeProto] = []
+        self._inputs: list[onnx.ValueInfoProto] = []
+        self._weights: list[onnx.TensorProto] = []
+
+    # ---- values
+
+    def input(self, name: str, element: int, shape: Sequence[Dim]) -> str:
+        self._inputs.append(helper.make_tensor_value_info(name, element, shape))
+        return name
+
+    def constant(self, value: Any, dtype: Any = np.float32) -> str:
+        return self.op("Constant", value=numpy_helper.from_array(np.asarray(value, dtype)))
+
+    def weight(self, name: str, array: np.ndarray) -> str:
+        self._weights.append(numpy_helper.from_array(array, name))
+        return name
+
+    def normal(self, name: str, shape: Sequence[int], deviation: float, mean: float = 0.0) -> str:
+        """A weight drawn from a normal distribution."""
+        drawn = self._random.standard_normal(shape) * deviation + mean
+        return self.weight(name, drawn.astype(np.float32))
+
+    def op(self, operator: str, *operands: str, outputs: int = 1, **attributes: Any) -> Any:
+        """A node; its result's name, or a list of names where there are several `outputs`."""
+        name = f"/{operator}_{len(self._nodes)}"
+        results = [f"{name}_output_{i}" for i in range(outputs)]
+        self._nodes.append(helper.make_node(operator, operands, results, name=name, **attributes))
+        return results[0] if outputs == 1 else results
+
+    def model(self, outputs: dict[str, tuple[str, Sequence[Dim]]]) -> onnx.ModelProto:
+        """The model; `outputs` maps names to the values that they are, and their shapes."""
+        for name, (value, _) in outputs.items():
+            self._nodes.append(helper.make_node("Identity", [value], [name], name=f"/{name}"))
+        infos = [helper.make_tensor_value_info(n, TensorProto.FLOAT, shape) for n, (_, shape) in outputs.items()]
+        graph = helper.make_graph(self._nodes, self._name, self._inputs, infos, self._weights)
+        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", self._opset)], ir_version=8)
+
+    # ---- shapes
+
+    def dim(self, x: str, axis: int) -> str:
+        """A dimension of `x`, which the graph computes."""
+        return self.op("Gather", self.op("Shape", x), self.constant(axis, np.int64), axis=0)
+
+    def shape(self, dims: Sequence[Dim]) -> str:
+        """A shape vector of fixed and computed dimensions."""
+        axes = self.constant([0], np.int64)
+        parts = [self.constant([d], np.int64) if isinstance(d, int) else self.op("Unsqueeze", d, axes) for d in dims]
+        return self.op("Concat", *parts, axis=0)
+
+    def reshape(self, x: str, dims: Sequence[Dim]) -> str:
+        return self.op("Reshape", x, self.shape(dims))
+
+    # ---- layers
+
+    def linear(self, x: str, name: str, features_in: int, features_out: int) -> str:
+        """A product with a weight of shape [in, out], which is how exporters write a linear layer of a 3-d operand."""
+        weight = self.normal(f"{name}.weight", (features_in, features_out), features_in**-0.5)
+        bias = self.normal(f"{name}.bias", (features_out,), 0.1)
+        return self.op("Add", bias, self.op("MatMul", x, weight))
+
+    def classifier(self, x: str, name: str, features: int, classes: int) -> str:
+        weight = self.normal(f"{name}.weight", (classes, features), features**-0.5)
+        return self.op("Gemm", x, weight, self.normal(f"{name}.bias", (classes,), 0.1), transB=1)
+
+    def embedding(self, ids: str, name: str, rows: int, features: int, deviation: float) -> str:
+        return self.op("Gather", self.normal(f"{name}.weight", (rows, features), deviation), ids)
+
+    def layer_norm(self, x: str, name: str, features: int, epsilon: float) -> str:
+        """LayerNormalization; by parts before opset 17, which has no such operator."""
+        weight = self.normal(f"{name}.weight", (features,), 0.1, mean=1.0)
+        bias = self.normal(f"{name}.bias", (features,), 0.1)
+        if self._opset >= 17:
+            return self.op("LayerNormalization", x, weight, bias, axis=-1, epsilon=epsilon)
+        centered = self.op("Sub", x, self.op("ReduceMean", x, axes=[-1]))
+        variance = self.op("ReduceMean", self.op("Pow", centered, self.constant(2.0)), axes=[-1])
+        deviation = self.op("Sqrt", self.op("Add", variance, self.constant(epsilon)))
+        return self.op("Add", self.op("Mul", self.op("Div", centered, deviation), weight), bias)
+
+    def gelu(self, x: str) -> str:
+        error = self.op("Erf", self.op("Div", x, self.constant(math.sqrt(2))))
+        product = self.op("Mul", x, self.op("Add", error, self.constant(1.0)))
+        return self.op("Mul", product, self.constant(0.5))
+
+    def attention(self, x: str, name: str, hidden: int, heads: int, mask: str | None = None) -> str:
+        """Self-attention of `x` [batch, sequence, hidden], up to the joined heads; `mask` is added to the scores."""
+        batch, sequence, size = self.dim(x, 0), self.dim(x, 1), hidden // heads
+
+        def split(role: str, order: Sequence[int]) -> str:
+            projected = self.linear(x, f"{name}.{role}", hidden, hidden)
+            return self.op("Transpose", self.reshape(projected, (batch, sequence, heads, size)), perm=order)
+
+        query, key, value = split("query", (0, 2, 1, 3)), split("key", (0, 2, 3, 1)), split("value", (0, 2, 1, 3))
+        scores = self.op("Div", self.op("MatMul", query, key), self.constant(math.sqrt(size)))
+        if mask is not None:
+            scores = self.op("Add", scores, mask)
+        mixed = self.op("MatMul", self.op("Softmax", scores, axis=-1), value)
+        return self.reshape(self.op("Transpose", mixed, perm=(0, 2, 1, 3)), (batch, sequence, hidden))
+
+    def conv(
+        self,
+        x: str,
+        name: str,
+        channels: tuple[int, int],
+        kernel: int,
+        *,
+        stride: int = 1,
+        pad: int | None = None,
+        group: int = 1,
+        gain: float = 1.0,
+    ) -> str:
+        """A convolution with the BatchNormalization after it folded in; `channels` are those in and out."""
+        pad = kernel // 2 if pad is None else pad
+        shape = (channels[1], channels[0] // group, kernel, kernel)
+        weight = self.normal(f"{name}.weight", shape, gain * math.sqrt(2 / math.prod(shape[1:])))
+        return self.op(
+            "Conv",
+            x,
+            weight,
+            self.normal(f"{name}.bias", (channels[1],), 0.1),
+            dilations=[1, 1],
+            group=group,
+            kernel_shape=[kernel, kernel],
+            pads=[pad] * 4,
+            strides=[stride, stride],
+        )
+
+
+def bert(
+    *,
+    layers: int = 6,
+    hidden: int = 384,
+    heads: int = 12,
+    ffn: int = 1536,
+    vocab: int = 30522,
+    positions: int = 512,
+    norm: str = "parts",
+    seed: int = 0,
+) -> onnx.ModelProto:
+    """A BERT encoder, by default MiniLM-L6's. LayerNormalization is written by `"parts"` or as one `"op"`."""
+    g = Graph("bert", opset={"parts": 14, "op": 17}[norm], seed=seed)
+    tokens, attended, types = (
+        g.input(name, TensorProto.INT64, ("batch", "sequence"))
+        for name in ("input_ids", "attention_mask", "token_type_ids")
+    )
+    # Masked positions get the lowest float32 added to their scores.
+    wide = g.op("Unsqueeze", attended, g.constant([1, 2], np.int64))
+    masked = g.op("Sub", g.constant(1.0), g.op("Cast", wide, to=TensorProto.FLOAT))
+    mask = g.op("Mul", masked, g.constant(np.finfo(np.float32).min))
+
+    ids = g.weight("embeddings.position_ids", np.arange(positions, dtype=np.int64)[None])
+    zero, one = g.constant([0], np.int64), g.constant([1], np.int64)
+    places = g.op("Slice", ids, zero, g.op("Unsqueeze", g.dim(tokens, 1), zero), one)
+    x = g.embedding(tokens, "embeddings.word_embeddings", vocab, hidden, 1.0)
+    x = g.op("Add", x, g.embedding(types, "embeddings.token_type_embeddings", 2, hidden, 0.5))
+    x = g.op("Add", x, g.embedding(places, "embeddings.position_embeddings", positions, hidden, 0.5))
+    x = g.layer_norm(x, "embeddings.LayerNorm", hidden, 1e-12)
+    for i in range(layers):
+        layer = f"encoder.layer.{i}"
+        mixed = g.attention(x, f"{layer}.attention.self", hidden, heads, mask)
+        mixed = g.linear(mixed, f"{layer}.attention.output.dense", hidden, hidden)
+        x = g.layer_norm(g.op("Add", mixed, x), f"{layer}.attention.output.LayerNorm", hidden, 1e-12)
+        wide = g.gelu(g.linear(x, f"{layer}.intermediate.dense", hidden, ffn))
+        wide = g.linear(wide, f"{layer}.output.dense", ffn, hidden)
+        x = g.layer_norm(g.op("Add", wide, x), f"{layer}.output.LayerNorm", hidden, 1e-12)
+    return g.model({"last_hidden_state": (x, ("batch", "sequence", hidden))})
+
+
+def vit(
+    *,
+    layers: int = 12,
+    hidden: int = 384,
+    heads: int = 6,
+    patch: int = 16,
+    size: int = 224,
+    classes: int = 1000,
+    norm: str = "op",
+    seed: int = 0,
+) -> onnx.ModelProto:
+    """A vision transformer, by default ViT-S/16."""
+    g = Graph("vit", opset={"parts": 14, "op": 17}[norm], seed=seed)
+    pixels = g.input("pixel_values", TensorProto.FLOAT, ("batch", 3, size, size))
+    patches = g.conv(pixels, "embeddings.projection", (3, hidden), patch, stride=patch, pad=0, gain=0.7)
+    batch, count = g.dim(pixels, 0), (size // patch) ** 2
+    x = g.op("Transpose", g.reshape(patches, (batch, hidden, count)), perm=(0, 2, 1))
+    first = g.op("Expand", g.normal("embeddings.cls_token", (1, 1, hidden), 1.0), g.shape((batch, 1, hidden)))
+    x = g.op("Concat", first, x, axis=1)
+    x = g.op("Add", x, g.normal("embeddings.position_embeddings", (1, count + 1, hidden), 0.5))
+    for i in range(layers):
+        layer = f"encoder.layer.{i}"
+        mixed = g.layer_norm(x, f"{layer}.layernorm_before", hidden, 1e-6)
+        mixed = g.attention(mixed, f"{layer}.attention", hidden, heads)
+        x = g.op("Add", x, g.linear(mixed, f"{layer}.attention.output.dense", hidden, hidden))
+        wide = g.layer_norm(x, f"{layer}.layernorm_after", hidden, 1e-6)
+        wide = g.gelu(g.linear(wide, f"{layer}.intermediate.dense", hidden, 4 * hidden))
+        x = g.op("Add", x, g.linear(wide, f"{layer}.output.dense", 4 * hidden, hidden))
+    x = g.op("Gather", g.layer_norm(x, "layernorm", hidden, 1e-6), g.constant(0, np.int64), axis=1)
+    return g.model({"logits": (g.classifier(x, "classifier", hidden, classes), ("batch", classes))})
+
+
+def resnet(
+    *, blocks: Sequence[int] = (3, 4, 6, 3), width: int = 64, size: int = 224, classes: int = 1000, seed: int = 0
+) -> onnx.ModelProto:
+    """A residual network of bottleneck blocks, by default ResNet-50 (v1.5: the 3x3 convolution has the stride)."""
+    g = Graph("resnet", opset=17, seed=seed)
+    pixels = g.input("input", TensorProto.FLOAT, ("batch", 3, size, size))
+    x = g.op("Relu", g.conv(pixels, "conv1", (3, width), 7, stride=2))
+    x = g.op("MaxPool", x, ceil_mode=0, kernel_shape=[3, 3], pads=[1, 1, 1, 1], strides=[2, 2])
+    channels = width
+    for stage, count in enumerate(blocks):
+        inner, outer = width * 2**stage, width * 2**stage * 4
+        for i in range(count):
+            name, stride = f"layer{stage + 1}.{i}", 2 if i == 0 and stage > 0 else 1
+            y = g.op("Relu", g.conv(x, f"{name}.conv1", (channels, inner), 1))
+            y = g.op("Relu", g.conv(y, f"{name}.conv2", (inner, inner), 3, stride=stride))
+            y = g.conv(y, f"{name}.conv3", (inner, outer), 1, gain=0.5)
+            if i == 0:
+                x = g.conv(x, f"{name}.downsample.0", (channels, outer), 1, stride=stride, gain=0.5)
+            x, channels = g.op("Relu", g.op("Add", y, x)), outer
+    x = g.op("Flatten", g.op("GlobalAveragePool", x), axis=1)
+    return g.model({"output": (g.classifier(x, "fc", channels, classes), ("batch", classes))})
+
+
+_INVERTED_RESIDUALS = (
+    (1, 16, 1, 1),
+    (6, 24, 2, 2),
+    (6, 32, 3, 2),
+    (6, 64, 4, 2),
+    (6, 96, 3, 1),
+    (6, 160, 3, 2),
+    (6, 320, 1, 1),
+)
+"""Of MobileNetV2: expansion, channels, how many, stride of the first."""
+
+
+def mobilenet(
+    *,
+    blocks: Sequence[tuple[int, int, int, int]] = _INVERTED_RESIDUALS,
+    stem: int = 32,
+    head: int = 1280,
+    size: int = 224,
+    classes: int = 1000,
+    seed: int = 0,
+) -> onnx.ModelProto:
+    """MobileNetV2, by default of width 1.0."""
+    g = Graph("mobilenet", opset=17, seed=seed)
+
+    def relu6(x: str) -> str:
+        return g.op("Clip", x, g.constant(0.0), g.constant(6.0))
+
+    x = g.input("input", TensorProto.FLOAT, ("batch", 3, size, size))
+    x = relu6(g.conv(x, "features.0", (3, stem), 3, stride=2))
+    channels, index = stem, 1
+    for expansion, outer, count, first_stride in blocks:
+        for i in range(count):
+            name, stride, inner = f"features.{index}", first_stride if i == 0 else 1, channels * expansion
+            y = x if expansion == 1 else relu6(g.conv(x, f"{name}.expand", (channels, inner), 1))
+            y = relu6(g.conv(y, f"{name}.depthwise", (inner, inner), 3, stride=stride, group=inner))
+            y = g.conv(y, f"{name}.project", (inner, outer), 1)
+            x = g.op("Add", x, y) if stride == 1 and channels == outer else y
+            channels, index = outer, index + 1
+    x = relu6(g.conv(x, f"features.{index}", (channels, head), 1))
+    x = g.op("Flatten", g.op("GlobalAveragePool", x), axis=1)
+    return g.model({"output": (g.classifier(x, "classifier", head, classes), ("batch", classes))})
+
+
+def lstm(*, layers: int = 2, features: int = 64, hidden: int = 128, seed: int = 0) -> onnx.ModelProto:
+    """A stack of bidirectional LSTMs over [batch, sequence, features]; the sequence and the last hidden states."""
+    g = Graph("lstm", opset=17, seed=seed)
+    inputs = g.input("input", TensorProto.FLOAT, ("batch", "sequence", features))
+    zero = numpy_helper.from_array(np.zeros(1, np.float32))
+    start = g.op("ConstantOfShape", g.shape((2, g.dim(inputs, 0), hidden)), value=zero)
+    x, lasts = g.op("Transpose", inputs, perm=(1, 0, 2)), []
+    for i in range(layers):
+        width = features if i == 0 else 2 * hidden
+        y, last, _ = g.op(
+            "LSTM",
+            x,
+            g.normal(f"lstm.{i}.W", (2, 4 * hidden, width), width**-0.5),
+            g.normal(f"lstm.{i}.R", (2, 4 * hidden, hidden), hidden**-0.5),
+            g.normal(f"lstm.{i}.B", (2, 8 * hidden), 0.1),
+            "",
+            start,
+            start,
+            outputs=3,
+            direction="bidirectional",
+            hidden_size=hidden,
+        )
+        x = g.op("Reshape", g.op("Transpose", y, perm=(0, 2, 1, 3)), g.constant([0, 0, -1], np.int64))
+        lasts.append(last)
+    y = g.op("Transpose", x, perm=(1, 0, 2))
+    last = g.op("Concat", *lasts, axis=0)
+    return g.model({"output": (y, ("batch", "sequence", 2 * hidden)), "hidden": (last, (2 * layers, "batch", hidden))})
+
+
+def mlp(size: int, *, width: int = 2048, seed: int = 0) -> onnx.ModelProto:
+    """A stack of square MatMul weights and Relus that holds `size` bytes of weights, rounded up to whole layers."""
+    g = Graph("mlp", opset=17, seed=seed)
+    x = g.input("input", TensorProto.FLOAT, ("batch", width))
+    for i in range(math.ceil(size / (4 * width * width))):
+        x = g.op("Relu", g.op("MatMul", x, g.normal(f"layers.{i}.weight", (width, width), math.sqrt(2 / width))))
+    return g.model({"output": (x, ("batch", width))})
+
+
+# ---- inputs --------------------------------------------------------------------------------------------------------
+
+
+Inputs = dict[str, np.ndarray]
+
+
+def bert_inputs(batch: int, sequence: int, *, vocab: int = 30522, padding: int = 0, seed: int = 0) -> Inputs:
+    """Inputs of `bert`; each row has `padding` masked positions more at its end than the one before."""
+    random = np.random.RandomState(seed)
+    mask = (np.arange(sequence) < sequence - padding * np.arange(batch)[:, None]).astype(np.int64)
+    types = np.broadcast_to(np.arange(sequence) >= sequence // 2, (batch, sequence)).astype(np.int64)
+    ids = random.randint(0, vocab, (batch, sequence)).astype(np.int64)
+    return {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
+
+
+def normal_inputs(name: str, shape: Sequence[int], *, seed: int = 0) -> Inputs:
+    """A standard normal float32 input."""
+    return {name: np.random.RandomState(seed).standard_normal(shape).astype(np.float32)}
+
+
+def image_inputs(batch: int, *, name: str = "input", size: int = 224, seed: int = 0) -> Inputs:
+    """Inputs of the networks for images."""
+    return normal_inputs(name, (batch, 3, size, size), seed=seed)
