@@ -10,7 +10,7 @@ import jax
 from transmuter.model import Model
 from transmuter.segments.executor import CacheInfo, CompiledModel, SegmentInfo
 from transmuter.segments.explanation import BreakReport, Explanation, SegmentReport
-from transmuter.staging import exact_dtypes
+from transmuter.staging import differentiated, exact_dtypes, transposed_exactly
 
 __all__ = ["BreakReport", "CacheInfo", "CompiledModel", "Explanation", "SegmentInfo", "SegmentReport", "compile", "run"]
 
@@ -38,8 +38,11 @@ def run(
         UnsupportedOperatorError: The graph needs an operator without a lowering; nothing has run then.
     """
     held = model.bind_inputs(inputs)
+    x64 = jax.config.jax_enable_x64
     with exact_dtypes():
-        return model.apply_bound(held, outputs=outputs, key=key)
+        followed = [v for v, x in held.items() if not x64 and differentiated([x])]
+        call = lambda arrays: model.apply_bound({**held, **dict(zip(followed, arrays))}, outputs=outputs, key=key)
+        return transposed_exactly(call)([held[v] for v in followed]) if followed else call([])
 
 
 def compile(

@@ -20,7 +20,7 @@ from transmuter.model import Model
 from transmuter.segments import explanation
 from transmuter.segments.preparation import Weight, evaluate, inverse
 from transmuter.segments.segment import Executable, Promote, Segment, Signature, Stage, _decides_branch, is_host
-from transmuter.staging import exact_dtypes, staged
+from transmuter.staging import differentiated, exact_dtypes, staged, transposed_exactly
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,9 @@ class CompiledModel:
             own = model.params if params is None else params
             return model.apply(own, given, buffers=buffers, key=key, outputs=list(self._wanted))
         held = model.bind_inputs(given)
+        x64 = jax.config.jax_enable_x64
         with exact_dtypes():
-            return self._run(held, params, buffers, key)
+            return self._run(held, params, buffers, key, x64=x64)
 
     # -- what it has done
 
@@ -152,7 +153,10 @@ class CompiledModel:
         params: Mapping[str, Any] | None,
         buffers: Mapping[str, Any] | None,
         key: jax.Array | None,
+        *,
+        x64: bool,
     ) -> dict[str, Any]:
+        """Runs on checked inputs; `x64` is the caller's setting."""
         model = self.model
         own = params is None and buffers is None
         if not own:
@@ -181,8 +185,11 @@ class CompiledModel:
                 weights = [
                     _compute(segment, weight, {**params, **buffers}.__getitem__) for weight in executable.weights
                 ]
+            function = executable.function
+            if not x64 and segment.has_doubles and differentiated(jax.tree.leaves((weights, arguments))):
+                function = transposed_exactly(function)
             started = time.perf_counter()
-            flat = executable.function(weights, [*arguments, *extra])
+            flat = function(weights, [*arguments, *extra])
             if segment.calls == 0:
                 segment.compile_seconds = time.perf_counter() - started
             segment.calls += 1

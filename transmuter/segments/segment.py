@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,9 +106,7 @@ class Segment:
             held.update(zip(self._arguments, arguments, strict=True))
             with model.lowering_dtypes(), model.naming_disagreements(held):
                 scope = model.scope(held, {values[name]: w for name, w in zip(shapes, weights, strict=True)}, key)
-                evaluating = Evaluation(
-                    model.program, breaks=self.breaks, unsupported={}, promote=self._promote(held)
-                )
+                evaluating = Evaluation(model.program, breaks=self.breaks, unsupported={}, promote=self._promote(held))
                 waiting = evaluating.run(stage.work, scope)
                 evaluating.refuse_unsupported(waiting, scope)
                 self.nodes = len(stage.work) - len(waiting)
@@ -200,6 +199,11 @@ class Segment:
             cut = preparation.split(self._flat, self._names, self._inputs, prepare=own_params)
             self._executables[own_params] = Executable(cut.weights, jax.jit(cut.function()))
         return self._executables[own_params]
+
+    @functools.cached_property
+    def has_doubles(self) -> bool:
+        """Whether it computes anything in 64-bit floats."""
+        return any(getattr(aval, "dtype", None) in (np.float64, np.complex128) for aval in self._flat.avals)
 
     def constant(self, ref: int) -> Any:
         """A known array that tracing captured: an argument of the executable, not a part of it."""
