@@ -51,7 +51,7 @@ def everywhere(text: str, inputs: dict[str, np.ndarray], *, jitted: bool = True,
         actuals = call()
         for name, wanted in zip(model.outputs, expected, strict=True):
             actual = actuals[name]
-            np.testing.assert_allclose(actual, wanted, rtol=1e-6, atol=1e-6, err_msg=mode)
+            np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-6, err_msg=mode)
             assert actual.shape == wanted.shape, mode
 
 
@@ -104,7 +104,7 @@ def test_if_under_transforms() -> None:
     np.testing.assert_allclose(jax.vmap(f)(flags, rows), jax.vmap(python)(flags, rows), rtol=1e-6)
     for c in flags:
         for g in (f, jax.jit(f), jax.checkpoint(f)):
-            ours, theirs = (jax.grad(lambda x, h=h: h(c, x).sum())(X) for h in (g, python))
+            ours, theirs = (jax.grad(lambda c, x, h=h: h(c, x).sum(), 1)(c, X) for h in (g, python))
             np.testing.assert_allclose(ours, theirs, rtol=1e-6)
         np.testing.assert_allclose(exported(f, c, X), python(c, X), rtol=1e-6)
 
@@ -112,7 +112,8 @@ def test_if_under_transforms() -> None:
 # ---- Loop ----------------------------------------------------------------------------------------------------------
 
 FOR = """(int64 n, float[k] x) => (float[k] y, float[m, k] h) <float[3] w = {0.5, -0.25, 1}, bool true = {1}> {
-  y, h = Loop (n, true, x) <body = b (int64 i, bool c, float[k] v) => (bool d, float[k] u, float[k] z) <float s = {0.5}> {
+  y, h = Loop (n, true, x) <body = b (int64 i, bool c, float[k] v)
+      => (bool d, float[k] u, float[k] z) <float s = {0.5}> {
     d = Identity (c)
     f = Cast<to = 1> (i)
     t = Tanh (v)
@@ -133,9 +134,11 @@ WHILE = """(float limit, float[k] x) => (float[k] y, int64 steps) <int64 n = {40
     g = Add (j, one)
   }>
 }"""
-COUNTED = """(float[k] x) => (float[k] y, float[m, k] h) <int64 n = {9223372036854775807}, bool true = {1}, int64 zero = {0}> {
+COUNTED = """(float[k] x) => (float[k] y, float[m, k] h)
+    <int64 n = {9223372036854775807}, bool true = {1}, int64 zero = {0}> {
   y, last, same, h = Loop (n, true, x, zero, x) <body = b (int64 i, bool c, float[k] v, int64 j, float[k] w)
-      => (bool d, float[k] u, int64 g, float[k] w_out, float[k] z) <int64 one = {1}, int64 end = {20}, int64 twelve = {12}> {
+      => (bool d, float[k] u, int64 g, float[k] w_out, float[k] z)
+      <int64 one = {1}, int64 end = {20}, int64 twelve = {12}> {
     g = Add (j, one)
     less = Less (g, end)
     early = Less (i, twelve)
@@ -192,7 +195,7 @@ def test_for_of_a_hidden_count() -> None:
     expected = np.stack([python_for(2, X), python_for(12, X)])
     np.testing.assert_allclose(jax.vmap(f)(counts, rows), expected, rtol=1e-5)
     np.testing.assert_allclose(exported(f, counts[0], X), expected[0], rtol=1e-5)
-    with pytest.raises(ValueError, match="(?i)reverse-mode"):
+    with pytest.raises(ValueError, match=r"(?i)reverse-mode"):
         jax.grad(lambda x: jax.jit(f)(counts[0], x).sum())(X)
 
 
@@ -255,7 +258,9 @@ def test_a_count_that_known_values_decide_needs_no_break() -> None:
     everywhere(COUNTED, {"x": X})
     model = load(COUNTED)
     text = str(jax.make_jaxpr(lambda x: model.apply(model.params, {"x": x}))(X))
-    assert "scan[" in text and "length=13" in text and "while" not in text
+    assert "scan[" in text
+    assert "length=13" in text
+    assert "while" not in text
 
 
 def test_the_condition_is_ignored_where_none_is_given() -> None:
@@ -268,8 +273,9 @@ def test_the_condition_is_ignored_where_none_is_given() -> None:
     text = text.replace('""', "")
     model = load(text)
     assert transmuter.run(model, {"n": np.array(5)})["h"].tolist() == [0, 1, 2, 3, 4]
-    jitted = jax.jit(lambda: model.apply({}, {"n": np.array(20)}))()
-    assert jitted["h"].tolist() == list(range(20))
+    for n in (5, 200):
+        jitted = jax.jit(lambda n=n: model.apply({}, {"n": np.array(n)}))()
+        assert jitted["h"].tolist() == list(range(n))
 
 
 @pytest.mark.parametrize("n", [0, 3, 12])
@@ -309,9 +315,39 @@ def test_random_bodies_draw_anew_in_each_iteration() -> None:
         np.testing.assert_allclose(jitted, eager, rtol=1e-6)
 
 
+def test_a_random_while_loop_has_a_derivative() -> None:
+    text = """(float limit, float[k] x) => (float[k] y) <int64 n = {12}, bool true = {1}> {
+      y = Loop (n, true, x) <body = b (int64 i, bool c, float[k] v) => (bool d, float[k] u) {
+        r = RandomUniformLike (v)
+        u = Add (v, r)
+        m = ReduceMax<keepdims = 0> (u)
+        d = Less (m, limit)
+      }>
+    }"""
+    model = load(text)
+
+    def f(limit: Any, x: Any, key: Any) -> Any:
+        return model.apply({}, {"limit": limit, "x": x}, key=key)["y"]
+
+    key = jax.random.key(3)
+    np.testing.assert_allclose(jax.jit(f)(F32(4), X, key), f(F32(4), X, key), rtol=1e-6)
+    gradient = jax.jit(jax.grad(lambda *args: f(*args).sum(), 1))(F32(4), X, key)
+    np.testing.assert_array_equal(gradient, np.ones(3, F32))
+
+
+def test_a_loop_over_nothing_has_the_declared_outputs() -> None:
+    text = """(float[n, 2] x) => (float[n, 2] h) <bool true = {1}, int64 zero = {0}> {
+      size = Shape<start = 0, end = 1> (x)
+      n = Squeeze (size)
+      h = Loop (n, true) <body = b (int64 i, bool c) => (bool d, float[2] z) { d = Identity (c) z = Gather (x, i) }>
+    }"""
+    for rows in (0, 3):
+        everywhere(text, {"x": np.ones((rows, 2), F32)})
+
+
 def test_loops_inside_of_shard_map() -> None:
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
-    text = """(float[k] x) => (float[k] y) <int64 n = {20}, bool true = {1}, float[1] zero = {0}, float[2] zeros = {0, 0}> {
+    text = """(float[k] x) => (float[k] y) <int64 n = {20}, bool true = {1}, float[2] zeros = {0, 0}> {
       y = Loop (n, true, zeros) <body = b (int64 i, bool c, float[k] v) => (bool d, float[k] u) {
         d = Identity (c)
         u = Add (v, x)
@@ -388,7 +424,8 @@ def test_scan_of_a_symbolic_length() -> None:
 
 def test_scan_8_batches_sequences_of_their_own_lengths() -> None:
     text = """(int64[b] lens, float[b, k] s, float[b, t, k] x) => (float[b, k] y, float[b, t, k] h) {
-      y, h = Scan <num_scan_inputs = 1, directions = [D], body = b (float[k] v, float[k] a) => (float[k] u, float[k] o) {
+      y, h = Scan <num_scan_inputs = 1, directions = [D],
+                   body = b (float[k] v, float[k] a) => (float[k] u, float[k] o) {
         u = Add (v, a)
         o = Mul (u, a)
       }> (lens, s, x)

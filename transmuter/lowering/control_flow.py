@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 import onnx_ir as ir
 from jax import lax
 
+from transmuter.errors import LoweringError
 from transmuter.lowering.arrays import (
     NeedsContents,
     canonical,
@@ -85,7 +86,8 @@ def Loop(M=None, cond=None, *v_initial, body, key):
     end the loop."""
     condition = cond if cond is not None or M is not None else np.array(True)
     state = [condition, *v_initial, *[None] * (len(body.graph.inputs) - 2 - len(v_initial))]
-    loop = _Loop(body, state, [j for j in range(len(state)) if not _passes(body, j)], key)
+    moving = [j for j in range(condition is None, len(state)) if not _passes(body, j)]
+    loop = _Loop(body, state, moving, key)
     limit = math.inf if M is None else None if (held := contents(M)) is None else dims(held)[0]
     if limit is not None and not staged():
         try:
@@ -94,10 +96,10 @@ def Loop(M=None, cond=None, *v_initial, body, key):
             pass
     trips = limit if condition is None else _trips(body, state, limit)
     try:
-        if isinstance(trips, int) and trips <= _SHORT:
-            return loop.results(*_unroll(loop, loop.values, trips))
-        if trips not in (None, math.inf):
-            return loop.results(*_iterate(loop, loop.values, trips))
+        if trips is not None and trips is not math.inf:
+            counted = replace(loop, state=[None, *state[1:]], moving=[j for j in moving if j > 0])
+            iterate = _unroll if isinstance(trips, int) and trips <= _SHORT else _iterate
+            return counted.results(*iterate(counted, counted.values, trips))
         if loop.collected:
             raise NeedsContents("M" if limit is None else "cond")
         return loop.results(_while(loop, M, limit))
@@ -107,8 +109,8 @@ def Loop(M=None, cond=None, *v_initial, body, key):
 
 @dataclass(frozen=True)
 class _Loop:
-    """A Loop's iteration. Its state is the condition and what is carried; at positions that are not in `moving`, the
-    body passes it on unchanged."""
+    """A Loop's iteration. Its state is the condition (None if it does not count) and what is carried; it changes at the
+    positions `moving` alone."""
 
     body: Subgraph
     state: Sequence[Any]
@@ -138,14 +140,12 @@ class _Loop:
         return (*self.placed(values)[1:], *outputs)
 
     def goes_on(self, values: Sequence[Any]) -> bool:
-        condition = self.placed(values)[0] if self.state[0] is not None else np.array(True)
-        if (held := contents(condition)) is None:
+        condition = self.placed(values)[0]
+        if condition is not None and (held := contents(condition)) is None:
             raise NeedsContents("cond")
-        return bool(held.reshape(()))
+        return condition is None or bool(held.reshape(()))
 
-    def __call__(
-        self, i: Any, values: Sequence[Any], elements: Sequence[Any] = ()
-    ) -> tuple[Sequence[Any], Sequence[Any]]:
+    def __call__(self, i: Any, values: Sequence[Any], _: Sequence[Any] = ()) -> tuple[Sequence[Any], Sequence[Any]]:
         condition, *carried = self.placed(values)
         wanted = [*self.moving, *range(len(self.state), len(self.body.graph.outputs))]
         condition = np.array(True) if condition is None else condition
@@ -196,7 +196,7 @@ def _while(loop: _Loop, M: Any, limit: Any) -> Sequence[Any]:
     initial = _arrays(loop.values, axes)
     kinds = _kinds(initial)
     number = canonical(np.int64)
-    most = None if limit == math.inf else traced(M).reshape(()) if limit is None else narrow(np.array(limit, np.int64))
+    most = None if M is None else (narrow(M) if isinstance(limit, int) else traced(M)).reshape(())
 
     def bind(explicit: Sequence[Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Whether to go on, and the iteration. A derivative may only depend on values that it is given: `explicit` are
@@ -254,8 +254,7 @@ def Scan(sequence_lens=None, *initial_state_and_scan_inputs, num_scan_inputs, bo
 
     def one(index: Any, end: Any, state: Sequence[Any], inputs: Sequence[Any]) -> Any:
         backwards = jnp.where(number < end, end - 1 - number, number)
-        flags = directions or [0] * num_scan_inputs
-        elements = [x[backwards] if flag else x for x, flag in zip(inputs, flags, strict=True)]
+        elements = [x[backwards] if flag else x for x, flag in _with(inputs, directions)]
 
         def step(i: Any, state: Sequence[Any], elements: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
             results = _arrays(body(*state, *elements, key=folded(folded(key, index), i)))
@@ -285,14 +284,8 @@ def Scan_9(
 ):
     count = len(initial_state_and_scan_inputs) - num_scan_inputs
     state, inputs = initial_state_and_scan_inputs[:count], _arrays(initial_state_and_scan_inputs[count:])
-    elements = [
-        jnp.flip(x, 0) if backwards else x
-        for x, backwards in zip(
-            map(jnp.moveaxis, inputs, scan_input_axes or [0] * len(inputs), [0] * len(inputs)),
-            scan_input_directions or [0] * len(inputs),
-            strict=True,
-        )
-    ]
+    elements = [jnp.moveaxis(x, axis, 0) for x, axis in _with(inputs, scan_input_axes)]
+    elements = [jnp.flip(x, 0) if backwards else x for x, backwards in _with(elements, scan_input_directions)]
     if len({x.shape[0] for x in elements}) > 1:
         raise ValueError(f"the scan inputs have different lengths {[x.shape[0] for x in elements]}")
 
@@ -305,10 +298,13 @@ def Scan_9(
         state, outputs = _iterate(iteration, state, elements[0].shape[0], elements)
     except _Varies:
         raise ValueError("a state variable changes its shape or dtype") from None
-    backwards = scan_output_directions or [0] * len(outputs)
-    axes = scan_output_axes or [0] * len(outputs)
-    outputs = [jnp.flip(y, 0) if b else y for y, b in zip(outputs, backwards, strict=True)]
-    return (*state, *(jnp.moveaxis(y, 0, axis) for y, axis in zip(outputs, axes, strict=True)))
+    outputs = [jnp.flip(y, 0) if backwards else y for y, backwards in _with(outputs, scan_output_directions)]
+    return (*state, *(jnp.moveaxis(y, 0, axis) for y, axis in _with(outputs, scan_output_axes)))
+
+
+def _with(values: Sequence[Any], flags: Sequence[int] | None) -> Iterable[tuple[Any, int]]:
+    """Each value with its flag, which is 0 where none are given."""
+    return zip(values, flags or [0] * len(values), strict=True)
 
 
 # ---- how to iterate ------------------------------------------------------------------------------------------------
@@ -316,8 +312,8 @@ def Scan_9(
 
 @dataclass(frozen=True)
 class _Iteration:
-    """One iteration of a `body`: `step` takes its number, what is carried, and one element of each array that is scanned.
-    It returns what is carried on, and what is collected: the graph's outputs `collected`."""
+    """One iteration of a `body`: `step` takes its number, what is carried, and an element of each array that is
+    scanned, and returns what is carried on and what is collected (the graph's outputs `collected`)."""
 
     body: Subgraph
     step: Callable[[Any, Sequence[Any], Sequence[Any]], tuple[Sequence[Any], Sequence[Any]]]
@@ -354,7 +350,7 @@ def _scan(
         return values, _arrays(outputs)
 
     number = jnp.arange(length, dtype=canonical(np.int64))
-    return lax.scan(checked, values, (number, list(elements)), length)
+    return lax.scan(checked, values, (number, list(elements)))
 
 
 def _unroll(
@@ -390,7 +386,7 @@ def _nothing(iteration: _Loop | _Iteration, values: Sequence[Any], elements: Seq
 
     try:
         return [jnp.zeros((0, *kind.shape), kind.dtype) for kind in jax.eval_shape(first)]
-    except (_Varies, Break):
+    except (_Varies, Break, LoweringError):  # the body does not work on what there is no element of
         shapes = [[d if isinstance(d, int) else 0 for d in value.shape or ()] for value in iteration.collected]
         return [np.zeros((0, *s), v.dtype.numpy()) for s, v in zip(shapes, iteration.collected, strict=True)]
 

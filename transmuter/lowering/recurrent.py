@@ -40,15 +40,16 @@ Runtime takes 0 for those of Affine, ScaledTanh and ThresholdedRelu."""
 
 @dataclass(frozen=True)
 class _Layer:
-    """What recurrent layers have in common; attributes of the operators."""
+    """Attributes that recurrent layers have in common."""
 
     direction: str
     layout: int | None
-    sequence_lens: Any
-    activations: Sequence[str] | None
-    alphas: Sequence[float] | None
-    betas: Sequence[float] | None
+    activations: tuple[str, ...] | None
+    alphas: tuple[float, ...] | None
+    betas: tuple[float, ...] | None
     clip: float | None
+    variant: int | None = None
+    """Whether an LSTM couples its forget gate to the input gate, and a GRU applies its weights before the reset."""
 
     @property
     def directions(self) -> int:
@@ -82,7 +83,8 @@ class _Layer:
         self,
         X: jax.Array,
         hidden: int,
-        states: Sequence[Any],
+        lengths: jax.Array | None,
+        states: Sequence[jax.Array | None],
         weights: Sequence[jax.Array | None],
         project: Callable[[jax.Array, int], jax.Array],
         step: Callable[[int], Step],
@@ -90,6 +92,7 @@ class _Layer:
         """Y and the final states, in X's dtype.
 
         Args:
+            lengths: Those of the sequences; None if all are as long as X.
             states: The initial ones; an absent one is zero.
             weights: What `project` and `step` read.
             project: The inputs' share of the gates of a direction.
@@ -99,10 +102,9 @@ class _Layer:
         length, batch = X.shape[1::-1] if self.layout else X.shape[:2]
         zeros = jnp.zeros((self.directions, batch, hidden), x.dtype)
         initial = [zeros if s is None else jnp.swapaxes(s, 0, 1) if self.layout else s for s in _wide(*states)]
-        axes = varying_axes([x, initial, list(weights), self.sequence_lens])
+        axes = varying_axes([x, initial, lengths, *weights])
         going = None
-        if self.sequence_lens is not None:
-            lengths = traced(self.sequence_lens)
+        if lengths is not None:
             going = (jnp.arange(length, dtype=lengths.dtype)[:, None] < lengths)[..., None]
         x = jnp.swapaxes(x, 0, 1) if self.layout else x
         runs = [
@@ -140,10 +142,15 @@ def _scan(
     return ends, y
 
 
-def _wide(*operands: Any) -> list[Any]:
-    """The operands as JAX arrays, half-precision ones in float32."""
-    arrays = [None if x is None else traced(x) for x in operands]
-    return [None if x is None else cast(x, jnp.promote_types(x.dtype, np.float32)) for x in arrays]
+def _once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles a layer for eager calls, which would compile its scan each time; inside of a trace it does nothing."""
+    compiled = jax.jit(function, static_argnums=0, inline=True)
+    return lambda layer, *operands: compiled(layer, *(None if x is None else traced(x) for x in operands))
+
+
+def _wide(*operands: jax.Array | None) -> list[Any]:
+    """The operands, half-precision ones in float32."""
+    return [None if x is None else cast(x, jnp.promote_types(x.dtype, np.float32)) for x in operands]
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -174,7 +181,12 @@ def RNN(
     layout,
     output_sequence,
 ):
-    layer = _Layer(direction, layout, sequence_lens, activations, activation_alpha, activation_beta, clip)
+    layer = _Layer(direction, layout, activations, activation_alpha, activation_beta, clip)
+    return _rnn(layer, X, W, R, B, sequence_lens, initial_h)
+
+
+@_once
+def _rnn(layer: _Layer, X: Any, W: Any, R: Any, B: Any, lengths: Any, h: Any) -> tuple[jax.Array, ...]:
     W, R, B = _wide(W, R, B)
     biases, functions = _biases(B, R).sum(1), layer.functions(["Tanh"])
 
@@ -182,7 +194,7 @@ def RNN(
         (f,), recurrence = functions[d], R[d].T
         return lambda gates, states: [f(layer.clipped(gates + _product(states[0], recurrence)))]
 
-    return layer.run(X, R.shape[-1], [initial_h], [W, R, B], lambda x, d: _product(x, W[d].T) + biases[d], step)
+    return layer.run(X, R.shape[-1], lengths, [h], [W, R, B], lambda x, d: _product(x, W[d].T) + biases[d], step)
 
 
 @operator()
@@ -204,11 +216,16 @@ def GRU(
     linear_before_reset,
     output_sequence,
 ):
-    layer = _Layer(direction, layout, sequence_lens, activations, activation_alpha, activation_beta, clip)
+    layer = _Layer(direction, layout, activations, activation_alpha, activation_beta, clip, linear_before_reset)
+    return _gru(layer, X, W, R, B, sequence_lens, initial_h)
+
+
+@_once
+def _gru(layer: _Layer, X: Any, W: Any, R: Any, B: Any, lengths: Any, h: Any) -> tuple[jax.Array, ...]:
     W, R, B = _wide(W, R, B)
     hidden, functions = R.shape[-1], layer.functions(["Sigmoid", "Tanh"])
     at_input, at_state = _biases(B, R).transpose(1, 0, 2)
-    is_candidate = (jnp.arange(3 * hidden) >= 2 * hidden) & bool(linear_before_reset)
+    is_candidate = (jnp.arange(3 * hidden) >= 2 * hidden) & bool(layer.variant)
     at_input, at_state = at_input + jnp.where(is_candidate, 0, at_state), at_state[:, 2 * hidden :]
 
     def step(d: int) -> Step:
@@ -231,9 +248,9 @@ def GRU(
             update = f(layer.clipped(update))
             return [(1 - update) * g(layer.clipped(candidate)) + update * h]
 
-        return before_reset if linear_before_reset else after_reset
+        return before_reset if layer.variant else after_reset
 
-    return layer.run(X, hidden, [initial_h], [W, R, B], lambda x, d: _product(x, W[d].T) + at_input[d], step)
+    return layer.run(X, hidden, lengths, [h], [W, R, B], lambda x, d: _product(x, W[d].T) + at_input[d], step)
 
 
 @operator()
@@ -257,21 +274,24 @@ def LSTM(
     layout,
     output_sequence,
 ):
-    layer = _Layer(direction, layout, sequence_lens, activations, activation_alpha, activation_beta, clip)
+    layer = _Layer(direction, layout, activations, activation_alpha, activation_beta, clip, input_forget)
+    return _lstm(layer, X, W, R, B, sequence_lens, initial_h, initial_c, P)
+
+
+@_once
+def _lstm(layer: _Layer, X: Any, W: Any, R: Any, B: Any, lengths: Any, h: Any, c: Any, P: Any) -> tuple[jax.Array, ...]:
     W, R, B, P = _wide(W, R, B, P)
-    biases, states = _biases(B, R).sum(1), [initial_h, initial_c]
+    biases = _biases(B, R).sum(1)
 
     def recurrence(d: int) -> Function:
         weight = R[d].T
         return lambda h: _product(h, weight)
 
-    step = _lstm_step(layer, recurrence, P, input_forget)
-    return layer.run(X, R.shape[-1], states, [W, R, B, P], lambda x, d: _product(x, W[d].T) + biases[d], step)
+    step = _lstm_step(layer, recurrence, P)
+    return layer.run(X, R.shape[-1], lengths, [h, c], [W, R, B, P], lambda x, d: _product(x, W[d].T) + biases[d], step)
 
 
-def _lstm_step(
-    layer: _Layer, recurrence: Callable[[int], Function], P: jax.Array | None, input_forget: int | None
-) -> Callable[[int], Step]:
+def _lstm_step(layer: _Layer, recurrence: Callable[[int], Function], P: jax.Array | None) -> Callable[[int], Step]:
     """The step of an LSTM, where `recurrence` gives a direction's product with the hidden state. As in ONNX Runtime the
     cell state is not clipped before its own activation."""
     clipped, functions = layer.clipped, layer.functions(["Sigmoid", "Tanh", "Tanh"])
@@ -284,7 +304,7 @@ def _lstm_step(
             h, c = states
             i, o, forget, candidate = jnp.split(gates + product(h), 4, -1)
             i = f(clipped(i + peek_i * c))
-            forget = 1 - i if input_forget else f(clipped(forget + peek_f * c))
+            forget = 1 - i if layer.variant else f(clipped(forget + peek_f * c))
             c = forget * c + i * g(clipped(candidate))
             return [f(clipped(o + peek_o * c)) * squash(c), c]
 
@@ -318,16 +338,22 @@ def DynamicQuantizeLSTM(
 ):
     """Products of 8-bit integers, with all inputs quantized as one tensor, and the hidden state anew in each step. ONNX
     Runtime may split a batch among its threads and quantize each part on its own."""
-    layer = _Layer(direction, 0, sequence_lens, activations, activation_alpha, activation_beta, clip)
+    layer = _Layer(direction, 0, activations, activation_alpha, activation_beta, clip, input_forget)
     W, R = _integers(W, W_zero_point), _integers(R, R_zero_point)
-    W_scale, R_scale, B, P = _wide(W_scale, R_scale, B, P)
-    biases, states = _biases(B, R).sum(1), [initial_h, initial_c]
-    step = _lstm_step(layer, lambda d: lambda h: _quantized_product(h, R[d], R_scale[d]), P, input_forget)
+    return _quantized_lstm(layer, X, W, W_scale, R, R_scale, B, sequence_lens, initial_h, initial_c, P)
+
+
+@_once
+def _quantized_lstm(
+    layer: _Layer, X: Any, W: Any, W_scale: Any, R: Any, R_scale: Any, B: Any, lengths: Any, h: Any, c: Any, P: Any
+) -> tuple[jax.Array, ...]:
+    biases = _biases(B, R).sum(1)
+    step = _lstm_step(layer, lambda d: lambda h: _quantized_product(h, R[d], R_scale[d]), P)
 
     def project(x: jax.Array, d: int) -> jax.Array:
         return _quantized_product(x, W[d], W_scale[d]) + biases[d]
 
-    return layer.run(X, R.shape[1], states, [W, W_scale, R, R_scale, B, P], project, step)
+    return layer.run(X, R.shape[1], lengths, [h, c], [W, W_scale, R, R_scale, B, P], project, step)
 
 
 def _integers(weight: Any, zero_point: Any) -> jax.Array:
@@ -339,7 +365,7 @@ def _integers(weight: Any, zero_point: Any) -> jax.Array:
 
 def _quantized_product(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
     """`x`, quantized to uint8 over its whole range, times a weight of integers."""
-    low, high = jnp.minimum(x.min(), 0), jnp.maximum(x.max(), 0)
+    low, high = x.min(initial=0), x.max(initial=0)
     step = jnp.where(high == low, 1, (high - low) / 255)
     zero_point = jnp.round(-low / step)
     integers = jnp.clip(jnp.round(x / step), -zero_point, 255 - zero_point)
