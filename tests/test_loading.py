@@ -455,3 +455,22 @@ def test_unknown_outputs_are_named() -> None:
         transmuter.compile(model, outputs=["nope"])
     with pytest.raises(InputError, match="'nope'"):
         transmuter.compile(model, static_inputs=["nope"])
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float6_e2m3fn, ml_dtypes.float6_e3m2fn])
+def test_six_bit_floats_stay_outside_of_jax(dtype: type) -> None:
+    """XLA has none, and aborts the process when it meets one."""
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    nodes = [
+        helper.make_node("Cast", ["x"], ["f"], to=TensorProto.FLOAT),
+        helper.make_node("Neg", ["f"], ["n"]),
+        helper.make_node("Cast", ["n"], ["y"], to=element),
+        helper.make_node("Cast", ["y"], ["z"], to=TensorProto.FLOAT),
+    ]
+    model = transmuter.load(model_of(nodes, [info("x", (None,), element)], [info("y", None, element), info("z", None)], opset=28))
+    x = np.array([1, 1.5, -2, 0]).astype(dtype)
+    for call in (lambda x: transmuter.run(model, x), transmuter.compile(model)):
+        outputs = call({"x": x})
+        assert outputs["y"].dtype == dtype
+        np.testing.assert_array_equal(outputs["y"].astype(np.float32), -x.astype(np.float32))
+        np.testing.assert_array_equal(outputs["z"], -x.astype(np.float32))

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparison import assert_equal
 from conftest import MATERIAL
 
 import transmuter
+from transmuter.lowering.evaluation import Evaluation, Scope
+from transmuter.staging import exact_dtypes
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ def load_recorded(name: str) -> Recorded:
             with np.load(where / case["case"], allow_pickle=False) as arrays:
                 inputs = {k[3:]: arrays[k] for k in arrays if k.startswith("in:")}
                 outputs = {k[4:]: arrays[k] for k in arrays if k.startswith("out:")}
-            outputs |= {k: [{int(key): np.float32(x) for key, x in m.items()} for m in v] for k, v in others.items()}
+            outputs |= {k: [{int(key): x for key, x in m.items()} for m in v] for k, v in others.items()}
             cases.append((inputs, outputs))
         return Recorded(where / "model.onnx", cases, noise)
     _, repository, file = name.split("/", 2)
@@ -105,11 +108,45 @@ def onnxruntime_noise(path: Path, inputs: dict[str, np.ndarray], expected: dict[
     return {name: max(values) for name, values in found.items()}
 
 
+def assert_nodes_equal(model: transmuter.Model, path: Path, inputs: dict[str, np.ndarray]) -> None:
+    """Each node of the graph, fed with ONNX Runtime's values, gives ONNX Runtime's result: floats as for a whole graph, a quantised
+    integer at most one step off, in at most 1% of the elements (a tie that rounding noise decides)."""
+    import onnx
+    import onnxruntime
+
+    proto = onnx.load(path)
+    proto.graph.ClearField("output")
+    values = [v for node in model.graph for v in node.outputs if v.name]
+    proto.graph.output.extend(onnx.ValueInfoProto(name=v.name) for v in values)
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    reference = dict(zip(values, session.run(None, inputs), strict=True))
+    with exact_dtypes(), model.lowering_dtypes():
+        weights = {value: model.weight(name) for value, (_, name) in model.weight_values.items()}
+        given = {v: jnp.asarray(x) for v, x in model.bind_inputs(inputs).items()}
+        fixed = model.scope({**given, **{v: jnp.asarray(x) for v, x in reference.items()}}, weights, None)
+        for node in model.graph:
+            scope = Scope(dict.fromkeys(node.outputs), model.opsets, parent=fixed)
+            Evaluation(model.program).node(node, scope)
+            for value in node.outputs:
+                if not value.name:
+                    continue
+                actual, wanted = np.asarray(scope.values[value]), reference[value]
+                if wanted.dtype in (np.int8, np.uint8):
+                    steps = np.abs(actual.astype(int) - wanted.astype(int))
+                    assert steps.max(initial=0) <= 1, f"{node.op_type} {value.name}: {steps.max()} steps"
+                    assert np.mean(steps) <= 0.01, f"{node.op_type} {value.name}"
+                else:
+                    assert_equal(actual, wanted, where=f"{node.op_type} {value.name}")
+
+
 @pytest.mark.parametrize("mode", ["run", "compile"])
 @pytest.mark.parametrize("name", _names())
 def test_matches_onnxruntime(name: str, mode: str) -> None:
     """|difference| <= 1e-4 + 1e-3 |reference|; half precision: 2e-3 of rms; what quantises activations while it runs: twice
-    ONNX Runtime's distance from itself."""
+    ONNX Runtime's distance from itself, or node by node, since one rounding may become a whole step."""
     recorded = load_recorded(name)
     assert len(recorded.cases) >= 2
     model = transmuter.load(recorded.path)
@@ -131,7 +168,9 @@ def test_matches_onnxruntime(name: str, mode: str) -> None:
                 assert actual.dtype.kind == "f"
                 difference = rms(actual, wanted)
                 if difference > bound:
-                    raise
+                    if not quantises_activations(model):
+                        raise
+                    assert_nodes_equal(model, recorded.path, inputs)
     if mode == "compile":
         assert compiled.cache_info().misses == compiled.cache_info().evictions + len(compiled.segments)
         calls = compiled.cache_info().misses

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from transmuter import reading
 from transmuter.errors import InputError, LoweringError
 from transmuter.lowering import evaluation
-from transmuter.lowering.arrays import canonical, cast, compute_dtype, computed, is_string
+from transmuter.lowering.arrays import canonical, cast, compute_dtype, computed, in_jax
 from transmuter.staging import exact_dtypes, staged
 
 _SMALL = 16
@@ -126,7 +126,7 @@ class Model:
                 large = array.size > (
                     _SMALL_INTEGERS if array.dtype.kind in "iub" and array.dtype.isbuiltin else _SMALL
                 )
-            if not large or value in contents_needed or array.dtype == object:
+            if not large or value in contents_needed or not in_jax(array.dtype):
                 self._constants[value] = array
                 continue
             name = value.name if value.name not in self._store else f"{value.name}#{len(self._store)}"
@@ -464,7 +464,7 @@ def _computed(value: Any) -> Any:
 def _to_jax(value: Any) -> Any:
     if isinstance(value, list):
         return [_to_jax(item) for item in value]
-    if not isinstance(value, np.ndarray) or is_string(value):
+    if not isinstance(value, np.ndarray) or not in_jax(value.dtype):
         return value
     return jax.numpy.asarray(value)
 

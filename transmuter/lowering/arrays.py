@@ -68,6 +68,20 @@ def dims(value: Any) -> tuple[Any, ...]:
     return tuple(v if _is_dimension(v) else int(v) for v in np.asarray(value).reshape(-1))
 
 
+def settled(value: Any) -> Any:
+    """What a lowering returned, as a value of the graph: scalars become arrays, and symbolic dimensions that have
+    cancelled out int64."""
+    if _is_dimension(value):
+        array = np.empty((), object)
+        array[()] = value
+        return array
+    if isinstance(value, (np.generic, int, float, bool)):
+        value = np.asarray(value)
+    if isinstance(value, np.ndarray) and value.dtype == object and value.size:
+        return value.astype(np.int64) if all(isinstance(v, (int, np.integer)) for v in value.flat) else value
+    return value
+
+
 def shape_vector(shape: Sequence[Any]) -> np.ndarray:
     """A shape as the known int64 vector that ONNX's Shape returns; an object array if a dimension is symbolic."""
     if all(isinstance(d, (int, np.integer)) for d in shape):
@@ -117,6 +131,11 @@ def computed(declared: np.dtype) -> np.dtype:
     """The dtype in which values declared as `declared` are computed; see `dtype`."""
     half = compute_dtype.get()
     return half if half is not None and declared in _HALVES else declared
+
+
+def in_jax(kind: np.dtype) -> bool:
+    """Whether JAX has arrays of this dtype; strings and 6-bit floats stay outside of it."""
+    return kind != object and not kind.name.startswith("float6_")
 
 
 def canonical(wanted: Any) -> np.dtype:

@@ -19,6 +19,7 @@ from transmuter.lowering.arrays import (
     cast,
     contents,
     dtype,
+    in_jax,
     is_float,
     is_known,
     is_string,
@@ -346,8 +347,8 @@ def _convert(x: Array, wanted: np.dtype, saturate: int = 1, round_mode: str = "u
         return _convert(_from_strings(x, wanted), wanted, saturate)
     if is_symbolic(x) and not jnp.issubdtype(wanted, jnp.integer):
         x = traced(x)
-    if "float6_" in f"{wanted.name} {x.dtype.name}" and not is_known(x):
-        raise ValueError("XLA has no 6-bit floats; only constants can have this type")
+    if not in_jax(wanted):
+        x = _readable(x, "x")
     if wanted.name == "float8_e8m0fnu":
         return _to_powers_of_two(x, saturate, round_mode)
     if wanted.name.startswith("float8"):

@@ -29,6 +29,7 @@ from transmuter.lowering.arrays import (
     is_string,
     is_symbolic,
     narrow,
+    settled,
     traced,
 )
 
@@ -528,7 +529,7 @@ class Evaluation:
             for operand in operands:  # JAX has narrowed the operands itself: raise where that lost something
                 if isinstance(operand, np.ndarray):
                     narrow(operand)
-        return tuple(np.asarray(r) if isinstance(r, (np.generic, int, float, bool)) else r for r in results)
+        return tuple(r if isinstance(r, jax.Array) else settled(r) for r in results)
 
     def _error(self, needed: Break) -> GraphBreakError:
         while needed.inside is not None:

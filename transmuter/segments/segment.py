@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import onnx_ir as ir
 
-from transmuter.lowering.arrays import is_known, is_string, traced
+from transmuter.lowering.arrays import in_jax, is_known, traced
 from transmuter.lowering.evaluation import HOST, PENDING, Bind, Break, Evaluation, Work
 from transmuter.model import Model
 from transmuter.segments import preparation
@@ -231,7 +231,7 @@ def _decides_branch(item: Work) -> bool:
 
 
 def is_host(value: Any) -> bool:
-    """Whether a value of this kind stays outside of segments: strings, maps, and sequences of them."""
+    """Whether a value of this kind stays outside of segments: strings, 6-bit floats, maps, and sequences of them."""
     if isinstance(value, (list, tuple)):
         return any(is_host(item) for item in value)
-    return isinstance(value, (str, dict)) or is_string(value)
+    return isinstance(value, (str, dict)) or (isinstance(value, np.ndarray) and not in_jax(value.dtype))
