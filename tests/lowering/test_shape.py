@@ -301,13 +301,7 @@ GIVEN = {
 }
 
 
-UNSETTLED = {"arithmetic", "static beside traced", "range further"}
-"""These meet symbolic scalars that are no arrays, and object arrays of plain integers."""
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.xfail(strict=False)] if n in UNSETTLED else []) for n in SYMBOLIC]
-)
+@pytest.mark.parametrize("name", SYMBOLIC)
 def test_export_with_a_symbolic_batch(name: str) -> None:
     text = f'<ir_version: 10, opset_import: ["" : 23]> g (float[b, 3, 4] x) => (float y) {{ {SYMBOLIC[name]} }}'
     proto = parser.parse_model(text.replace("'", '"'))
