@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx
 from onnx import TensorProto, helper
 
@@ -14,7 +16,7 @@ def model_of(
     nodes: list[onnx.NodeProto],
     inputs: list[onnx.ValueInfoProto],
     outputs: list[onnx.ValueInfoProto],
-    initializers: list[onnx.TensorProto] = [],  # noqa: B006
+    initializers: Sequence[onnx.TensorProto] = (),
     opset: int = 18,
     **kwargs: object,
 ) -> onnx.ModelProto:

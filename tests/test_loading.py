@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from building import info, model_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 import transmuter
-from building import info, model_of
 from transmuter import InputError, ModelError, UnsupportedOperatorError
 
 WEIGHT = np.arange(64 * 32, dtype=np.float32).reshape(64, 32) / 100
@@ -77,10 +79,10 @@ def test_external_data_beside_a_symlinked_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "dtype",
     [
-        np.float16, np.float32, np.float64, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64,
-        np.bool_, np.complex64, np.complex128, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fnuz,
-        ml_dtypes.float8_e5m2, ml_dtypes.float8_e5m2fnuz, ml_dtypes.int4, ml_dtypes.uint4, ml_dtypes.int2, ml_dtypes.uint2,
-        ml_dtypes.float4_e2m1fn,
+        np.float16, np.float32, np.float64, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32,
+        np.uint64, np.bool_, np.complex64, np.complex128, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn,
+        ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2, ml_dtypes.float8_e5m2fnuz, ml_dtypes.int4, ml_dtypes.uint4,
+        ml_dtypes.int2, ml_dtypes.uint2, ml_dtypes.float4_e2m1fn,
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("count", [3, 9001])
@@ -89,7 +91,11 @@ def test_element_types(tmp_path: Path, dtype: type, count: int) -> None:
     array = (np.arange(count) % 2).astype(dtype)
     element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     proto = model_of(
-        [helper.make_node("Identity", ["w"], ["y"])], [], [info("y", (count,), element)], [numpy_helper.from_array(array, "w")], 25
+        [helper.make_node("Identity", ["w"], ["y"])],
+        [],
+        [info("y", (count,), element)],
+        [numpy_helper.from_array(array, "w")],
+        25,
     )
     onnx.save(proto, tmp_path / "inline.onnx")
     onnx.save(proto, tmp_path / "external.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
@@ -150,10 +156,14 @@ def test_initializers_that_are_inputs_are_defaults() -> None:
 
 
 def function(
-    name: str, nodes: list[onnx.NodeProto], opset: int, attributes: list[str] = [], imports: dict[str, int] = {}  # noqa: B006
+    name: str,
+    nodes: list[onnx.NodeProto],
+    opset: int,
+    attributes: Sequence[str] = (),
+    imports: Mapping[str, int] = MappingProxyType({}),
 ) -> onnx.FunctionProto:
     opsets = [helper.make_opsetid("", opset), *(helper.make_opsetid(d, v) for d, v in imports.items())]
-    return helper.make_function("local", name, ["a"], ["b"], nodes, opsets, attributes)
+    return helper.make_function("local", name, ["a"], ["b"], nodes, opsets, list(attributes))
 
 
 def calling(functions: list[onnx.FunctionProto], **attributes: object) -> onnx.ModelProto:
@@ -192,9 +202,7 @@ def test_functions_with_attribute_references_and_if() -> None:
         17,
         ["flip"],
     )
-    outer = function(
-        "F", [_call_g()], 18, ["flip"], {"local": 1}
-    )
+    outer = function("F", [_call_g()], 18, ["flip"], {"local": 1})
     x = np.array([[1, -2, 3, -4]], np.float32)
     for flip, expected in ((1, -x), (0, abs(x))):
         model = transmuter.load(calling([outer, inner], flip=flip))
@@ -234,7 +242,7 @@ def test_bytes_that_are_no_model(data: bytes, tmp_path: Path) -> None:
 
 def test_truncated_at_any_byte() -> None:
     data = linear().SerializeToString()
-    for length in [*range(0, 200), *range(200, len(data), 97)]:
+    for length in [*range(200), *range(200, len(data), 97)]:
         with pytest.raises(ModelError):
             transmuter.load(data[:length])
 
@@ -338,7 +346,11 @@ def external_model(location: str, offset: int = 0, length: int | None = None) ->
     tensor = proto.graph.initializer[0]
     tensor.ClearField("raw_data")
     tensor.data_location = TensorProto.EXTERNAL
-    for key, value in (("location", location), ("offset", offset), ("length", WEIGHT.nbytes if length is None else length)):
+    for key, value in (
+        ("location", location),
+        ("offset", offset),
+        ("length", WEIGHT.nbytes if length is None else length),
+    ):
         tensor.external_data.add(key=key, value=str(value))
     return proto
 
@@ -420,7 +432,11 @@ def test_python_numbers_and_lists_take_the_inputs_dtype() -> None:
     np.testing.assert_allclose(transmuter.run(model, {"x": X.tolist()})["y"], EXPECTED, rtol=1e-5)
     np.testing.assert_allclose(transmuter.run(model, [X])["y"], EXPECTED, rtol=1e-5)
     integers = transmuter.load(
-        model_of([helper.make_node("Neg", ["x"], ["y"])], [info("x", (None,), TensorProto.INT8)], [info("y", None, TensorProto.INT8)])
+        model_of(
+            [helper.make_node("Neg", ["x"], ["y"])],
+            [info("x", (None,), TensorProto.INT8)],
+            [info("y", None, TensorProto.INT8)],
+        )
     )
     assert transmuter.run(integers, {"x": [1, 2]})["y"].dtype == np.int8
     for wrong in ([1, 300], [1.5], [True]):
@@ -431,7 +447,11 @@ def test_python_numbers_and_lists_take_the_inputs_dtype() -> None:
 def test_wrong_weights_are_named() -> None:
     model = transmuter.load(linear())
     compiled = transmuter.compile(model)
-    for params, message in (({}, "'w' is missing"), ({"w": WEIGHT, "v": WEIGHT}, "'v' is unknown"), ({"w": WEIGHT.T}, r"\[32, 64\]")):
+    for params, message in (
+        ({}, "'w' is missing"),
+        ({"w": WEIGHT, "v": WEIGHT}, "'v' is unknown"),
+        ({"w": WEIGHT.T}, r"\[32, 64\]"),
+    ):
         for call in (lambda p: model.apply(p, {"x": X}), lambda p: compiled({"x": X}, params=p)):
             with pytest.raises(InputError, match=message):
                 call(params)
@@ -443,7 +463,10 @@ def test_inputs_that_disagree_on_a_symbol_are_accepted_where_they_fit() -> None:
     a, one, three = np.ones(4, np.float32), np.ones(1, np.float32), np.ones(3, np.float32)
     for call in (lambda x: transmuter.run(model, x), transmuter.compile(model)):
         assert call({"a": a, "b": one})["y"].shape == (4,)
-        with pytest.raises(transmuter.LoweringError, match=r"'sum' \(Add\)(.|\n)*float32\[4\](.|\n)*float32\[3\](.|\n)*'n' is 4 in 'a' and 3 in 'b'"):
+        with pytest.raises(
+            transmuter.LoweringError,
+            match=r"'sum' \(Add\)(.|\n)*float32\[4\](.|\n)*float32\[3\](.|\n)*'n' is 4 in 'a' and 3 in 'b'",
+        ):
             call({"a": a, "b": three})
 
 
@@ -467,7 +490,9 @@ def test_six_bit_floats_stay_outside_of_jax(dtype: type) -> None:
         helper.make_node("Cast", ["n"], ["y"], to=element),
         helper.make_node("Cast", ["y"], ["z"], to=TensorProto.FLOAT),
     ]
-    model = transmuter.load(model_of(nodes, [info("x", (None,), element)], [info("y", None, element), info("z", None)], opset=28))
+    model = transmuter.load(
+        model_of(nodes, [info("x", (None,), element)], [info("y", None, element), info("z", None)], opset=28)
+    )
     x = np.array([1, 1.5, -2, 0]).astype(dtype)
     for call in (lambda x: transmuter.run(model, x), transmuter.compile(model)):
         outputs = call({"x": x})

@@ -109,8 +109,8 @@ def onnxruntime_noise(path: Path, inputs: dict[str, np.ndarray], expected: dict[
 
 
 def assert_nodes_equal(model: transmuter.Model, path: Path, inputs: dict[str, np.ndarray]) -> None:
-    """Each node of the graph, fed with ONNX Runtime's values, gives ONNX Runtime's result: floats as for a whole graph, a quantised
-    integer at most one step off, in at most 1% of the elements (a tie that rounding noise decides)."""
+    """Each node of the graph, fed with ONNX Runtime's values, gives ONNX Runtime's result: floats as for a whole graph,
+    a quantised integer at most one step off, in at most 1% of the elements (a tie that rounding noise decides)."""
     import onnx
     import onnxruntime
 
@@ -145,8 +145,8 @@ def assert_nodes_equal(model: transmuter.Model, path: Path, inputs: dict[str, np
 @pytest.mark.parametrize("mode", ["run", "compile"])
 @pytest.mark.parametrize("name", _names())
 def test_matches_onnxruntime(name: str, mode: str) -> None:
-    """|difference| <= 1e-4 + 1e-3 |reference|; half precision: 2e-3 of rms; what quantises activations while it runs: twice
-    ONNX Runtime's distance from itself, or node by node, since one rounding may become a whole step."""
+    """|difference| <= 1e-4 + 1e-3 |reference|; half precision: 2e-3 of rms; what quantises activations while it runs:
+    twice ONNX Runtime's distance from itself, or node by node, since one rounding may become a whole step."""
     recorded = load_recorded(name)
     assert len(recorded.cases) >= 2
     model = transmuter.load(recorded.path)

@@ -45,7 +45,11 @@ def breaking() -> transmuter.Model:
         helper.make_node("MatMul", ["t", "w2"], ["u"]),
         helper.make_node("Mul", ["u", "s"], ["y"]),
     ]
-    weights = [numpy_helper.from_array(W, "w"), numpy_helper.from_array(W * 0.5, "w2"), numpy_helper.from_array(np.float32(0), "zero")]
+    weights = [
+        numpy_helper.from_array(W, "w"),
+        numpy_helper.from_array(W * 0.5, "w2"),
+        numpy_helper.from_array(np.float32(0), "zero"),
+    ]
     return transmuter.load(model_of(nodes, [info("x", ("n", 8))], [info("y", None)], weights))
 
 
@@ -63,9 +67,9 @@ def test_new_shapes_compile_and_known_ones_do_not() -> None:
     for rows, misses in ((4, 1), (4, 1), (2, 2), (4, 2), (2, 2)):
         assert compiled(X[:rows])["y"].shape == (rows, 8)
         assert compiled.cache_info().misses == misses
-    assert compiled.cache_info().hits == 3 + 1 - 0
+    assert compiled.cache_info().hits == 4
     info = compiled.cache_info().segments[0]
-    assert info.signature == "x float32[4, 8]" or info.signature == "x float32[2, 8]"
+    assert info.signature == "x float32[4, 8]"
     assert info.trace_seconds > 0
     assert info.compile_seconds > 0
 
@@ -84,7 +88,9 @@ def test_the_cache_forgets_what_was_used_least_recently() -> None:
 
 def test_an_input_that_decides_a_shape_enters_the_signature_by_itself() -> None:
     nodes = [helper.make_node("Reshape", ["x", "shape"], ["y"])]
-    model = transmuter.load(model_of(nodes, [info("x", (4, 8)), info("shape", (None,), TensorProto.INT64)], [info("y", None)]))
+    model = transmuter.load(
+        model_of(nodes, [info("x", (4, 8)), info("shape", (None,), TensorProto.INT64)], [info("y", None)])
+    )
     compiled = transmuter.compile(model)
     for shape in ([8, 4], [2, -1], [8, 4]):
         wanted = X.reshape(shape)
@@ -101,7 +107,11 @@ def branching() -> onnx.ModelProto:
             [helper.make_node("Concat", ["x", "x"], ["r"], axis=0)], "e", [], [info("r", None)]
         ),
     }
-    return model_of([helper.make_node("If", ["flag"], ["y"], name="choice", **branches)], [info("x", ("n", 8)), info("flag", (), TensorProto.BOOL)], [info("y", None)])
+    return model_of(
+        [helper.make_node("If", ["flag"], ["y"], name="choice", **branches)],
+        [info("x", ("n", 8)), info("flag", (), TensorProto.BOOL)],
+        [info("y", None)],
+    )
 
 
 def test_a_flag_that_decides_a_branch_enters_the_signature() -> None:
@@ -134,7 +144,7 @@ def test_a_break_in_the_middle() -> None:
     model = breaking()
     compiled = transmuter.compile(model, {"x": X})
     np.testing.assert_allclose(compiled(X)["y"], reference(model.params, X), rtol=1e-4, atol=1e-5)
-    first, second = compiled.segments
+    first = compiled.segments[0]
     assert [b.operator for b in compiled.explain().breaks] == ["NonZero"]
     assert first.nodes == 4, "what does not depend on the break runs before it"
     assert compiled.explain().breaks[0].node == "places"
@@ -179,7 +189,9 @@ def test_a_break_that_a_transform_hides_is_named() -> None:
         jax.jit(lambda x: compiled({"x": x})),
         lambda x: jax.vmap(lambda row: compiled({"x": row})["y"])(x[None]),
     ):
-        with pytest.raises(GraphBreakError, match=r"'places' \(NonZero\) needs the contents of its operand 'x'") as caught:
+        with pytest.raises(
+            GraphBreakError, match=r"'places' \(NonZero\) needs the contents of its operand 'x'"
+        ) as caught:
             call(jnp.asarray(X))
         assert caught.value.operator == "NonZero"
         assert any("Greater" in step for step in caught.value.origin)
@@ -187,13 +199,27 @@ def test_a_break_that_a_transform_hides_is_named() -> None:
 
 def test_strings_run_between_segments() -> None:
     nodes = [
-        helper.make_node("LabelEncoder", ["s"], ["i"], domain="ai.onnx.ml", keys_strings=["a", "b"], values_int64s=[1, 0], default_int64=2),
+        helper.make_node(
+            "LabelEncoder",
+            ["s"],
+            ["i"],
+            domain="ai.onnx.ml",
+            keys_strings=["a", "b"],
+            values_int64s=[1, 0],
+            default_int64=2,
+        ),
         helper.make_node("Gather", ["w", "i"], ["e"]),
         helper.make_node("MatMul", ["e", "w"], ["y"]),
     ]
     imports = [helper.make_opsetid("", 18), helper.make_opsetid("ai.onnx.ml", 4)]
     model = transmuter.load(
-        model_of(nodes, [info("s", (None,), TensorProto.STRING)], [info("y", None)], [numpy_helper.from_array(W, "w")], opset_imports=imports)
+        model_of(
+            nodes,
+            [info("s", (None,), TensorProto.STRING)],
+            [info("y", None)],
+            [numpy_helper.from_array(W, "w")],
+            opset_imports=imports,
+        )
     )
     compiled = transmuter.compile(model)
     for words, rows in ((["a", "b"], [1, 0]), (["b", "z"], [0, 2]), (["a"], [1])):
@@ -220,7 +246,10 @@ def test_no_weight_is_a_constant_of_an_executable() -> None:
 def convolution() -> transmuter.Model:
     kernel = RNG.standard_normal((16, 4, 3, 3)).astype(np.float32)
     nodes = [helper.make_node("Conv", ["x", "k", "b"], ["y"], pads=[1, 1, 1, 1])]
-    weights = [numpy_helper.from_array(kernel, "k"), numpy_helper.from_array(np.arange(20, dtype=np.float32)[:16] + kernel[:, 0, 0, 0], "b")]
+    weights = [
+        numpy_helper.from_array(kernel, "k"),
+        numpy_helper.from_array(np.arange(20, dtype=np.float32)[:16] + kernel[:, 0, 0, 0], "b"),
+    ]
     return transmuter.load(model_of(nodes, [info("x", ("n", 4, None, None))], [info("y", None)], weights))
 
 

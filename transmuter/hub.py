@@ -16,7 +16,8 @@ def fetch_model(address: str) -> Path:
     """Downloads an ONNX file and its external data, or finds them in the Hub's cache.
 
     Args:
-        address: `hf://org/repo/path.onnx`, or `hf://org/repo@revision/path.onnx`. Token, endpoint, cache folder and offline
+        address: `hf://org/repo/path.onnx`, or `hf://org/repo@revision/path.onnx`. Token, endpoint, cache folder and
+        offline
             mode are those of huggingface_hub (`HF_TOKEN`, `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_OFFLINE`).
 
     Raises:
@@ -25,7 +26,9 @@ def fetch_model(address: str) -> Path:
     """
     parts = _ADDRESS.fullmatch(address)
     if parts is None:
-        raise HubError(f"{address!r} is no address of a file. Write hf://org/repo/path.onnx or hf://org/repo@revision/path.onnx.")
+        raise HubError(
+            f"{address!r} is no address of a file. Write hf://org/repo/path.onnx or hf://org/repo@revision/path.onnx."
+        )
     path = fetch(parts["repository"], parts["path"], parts["revision"])
     for location in reading.external_locations(path):
         fetch(parts["repository"], posixpath.join(posixpath.dirname(parts["path"]), location), parts["revision"])
@@ -43,7 +46,8 @@ def fetch(repository: str, path: str, revision: str | None = None) -> Path:
         from huggingface_hub import errors
     except ImportError as error:
         raise HubError(
-            "huggingface_hub is not installed, and hf:// addresses need it. Install it with: pip install 'transmuter[serving]'"
+            "huggingface_hub is not installed, and hf:// addresses need it. "
+            "Install it with: pip install 'transmuter[serving]'"
         ) from error
     where = f"{path!r} of {repository}" + (f" at {revision}" if revision else "")
     try:
@@ -51,7 +55,9 @@ def fetch(repository: str, path: str, revision: str | None = None) -> Path:
     except errors.GatedRepoError as error:
         raise HubError(f"{repository} is gated. Accept its terms on the Hub and set HF_TOKEN.") from error
     except errors.RepositoryNotFoundError as error:
-        raise HubError(f"There is no repository {repository}, or it is private. Check the name, or set HF_TOKEN.") from error
+        raise HubError(
+            f"There is no repository {repository}, or it is private. Check the name, or set HF_TOKEN."
+        ) from error
     except errors.RevisionNotFoundError as error:
         raise HubError(f"{repository} has no revision {revision!r}. Check the branch, tag or commit.") from error
     except errors.LocalEntryNotFoundError as error:

@@ -19,7 +19,11 @@ def summary(model: Model) -> str:
         "Model",
         "  inputs:",
         *(f"    {spec}" for spec in model.inputs.values()),
-        *(f"    {spec} (has a default)" for spec in model.overridable_inputs.values() if not model.lists_weights_as_inputs),
+        *(
+            f"    {spec} (has a default)"
+            for spec in model.overridable_inputs.values()
+            if not model.lists_weights_as_inputs
+        ),
         "  outputs:",
         *(f"    {spec}" for spec in model.outputs.values()),
         "  opsets: " + ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in model.opsets.items()),

@@ -62,7 +62,8 @@ def load(
         source: A path, the file's bytes, an `onnx.ModelProto`, an `onnx_ir.Model`, or
             `"hf://org/repo[@revision]/path/to/model.onnx"` for a file on the Hugging Face Hub.
         trainable: Make every float weight a param. Without it, those of a few elements are constants.
-        compute_type: `"float32"` computes float16 and bfloat16 graphs in float32, as ONNX Runtime does on a CPU; inputs,
+        compute_type: `"float32"` computes float16 and bfloat16 graphs in float32, as ONNX Runtime does on a CPU;
+        inputs,
             outputs and params keep their dtypes. None computes in the graph's own dtypes.
         device: Where the weights live; None is JAX's default device.
         seed: Seeds random operators where a call gives no key.
@@ -197,15 +198,18 @@ class Model:
 
         Args:
             params: Arrays shaped as `model.params`.
-            inputs: Arrays by input name, or in the order of `model.inputs`. Under a transform that hides contents, inputs
+            inputs: Arrays by input name, or in the order of `model.inputs`. Under a transform that hides contents,
+            inputs
                 given as NumPy arrays are constants: one that decides a shape or a branch has to be given like this.
             buffers: Arrays shaped as `model.buffers`. None is the model's own, which a `jit` around bakes in.
             key: A JAX random key for random operators. None is that of the model's seed.
-            outputs: Names of graph outputs or of internal values; what they do not need is not run. None is all outputs.
+            outputs: Names of graph outputs or of internal values; what they do not need is not run. None is all
+            outputs.
 
         Returns:
-            Arrays by output name, in the order asked for. Sequences are lists; strings are NumPy object arrays; maps are
-            dicts. With `jax_enable_x64` off, 64-bit results have JAX's 32-bit dtypes; `run` and `compile` keep the model's.
+            Arrays by output name, in the order asked for. Sequences are lists; strings are NumPy object arrays; maps
+            are dicts. With `jax_enable_x64` off, 64-bit results have JAX's 32-bit dtypes; `run` and `compile` keep the
+            model's.
 
         Raises:
             InputError: An input, param or output name is missing or unknown, or an array has the wrong dtype or shape.
@@ -268,8 +272,8 @@ class Model:
 
     @contextlib.contextmanager
     def naming_disagreements(self, held: Mapping[ir.Value, Any]) -> Iterator[None]:
-        """Adds to the error of a failing node which inputs disagree on a symbolic dimension, if some do: exporters' symbols
-        can be wrong, so that alone is no error."""
+        """Adds to the error of a failing node which inputs disagree on a symbolic dimension, if some do: exporters'
+        symbols can be wrong, so that alone is no error."""
         try:
             yield
         except LoweringError as error:
@@ -286,7 +290,9 @@ class Model:
             ]
             if not clashes:
                 raise
-            raise LoweringError(f"{error} The inputs disagree on a dimension: {'; '.join(clashes)}.") from error.__cause__
+            raise LoweringError(
+                f"{error} The inputs disagree on a dimension: {'; '.join(clashes)}."
+            ) from error.__cause__
 
     def lowering_dtypes(self) -> _ComputeDtype:
         """A context in which lowerings compute in the model's compute type."""
@@ -313,7 +319,8 @@ class Model:
         if not isinstance(inputs, Mapping):
             if not isinstance(inputs, (list, tuple)):
                 raise InputError(
-                    f"The inputs are a {type(inputs).__name__}. Give a dict by name, or a list in the order of model.inputs."
+                    f"The inputs are a {type(inputs).__name__}. "
+                    "Give a dict by name, or a list in the order of model.inputs."
                 )
             if len(inputs) != len(self.inputs):
                 raise InputError(f"{len(inputs)} inputs are given. The model takes {self._signature()}.")
@@ -387,7 +394,7 @@ class Model:
 
     def _check_supported(self, held: Mapping[ir.Value, Any], wanted: Mapping[str, ir.Value]) -> None:
         """Raises before anything runs if the branches that known conditions pick need an unsupported operator."""
-        hidden = [v for v, x in held.items() if isinstance(x, jax.Array) and (x.size > _SMALL or staged())]
+        hidden = [v for v, x in held.items() if isinstance(x, jax.Array) and (staged() or x.size > _SMALL)]
         weights = {value: self.weight(name) for value, (_, name) in self.weight_values.items()}
 
         def trace(arrays: list[Any]) -> None:
@@ -487,8 +494,8 @@ def _spec(value: ir.Value, host_types: Mapping[str, str]) -> TensorSpec:
 def accept(spec: TensorSpec, value: Any) -> Any:
     """A call's value for an input, checked against its spec: a NumPy or JAX array, a list for a sequence.
 
-    Arrays must have the input's dtype; Python numbers and lists take it if that loses nothing. With `jax_enable_x64` off,
-    a JAX array may have the 32-bit counterpart of a 64-bit dtype, since JAX then has no other.
+    Arrays must have the input's dtype; Python numbers and lists take it if that loses nothing. With `jax_enable_x64`
+    off, a JAX array may have the 32-bit counterpart of a 64-bit dtype, since JAX then has no other.
 
     Raises:
         InputError: It is no array of the wanted dtype, rank and fixed dimensions.

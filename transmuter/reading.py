@@ -1,8 +1,8 @@
 """ONNX bytes → `onnx_ir.Model` plus weights, checked.
 
-A file's large initializers are not parsed: their place in the file is found on the wire, they are cut out before protobuf
-sees the rest, and each is read straight into an array of its own. So inline weights cost no more memory than external
-ones, and nothing refers to the file afterwards.
+A file's large initializers are not parsed: their place in the file is found on the wire, they are cut out before
+protobuf sees the rest, and each is read straight into an array of its own. So inline weights cost no more memory than
+external ones, and nothing refers to the file afterwards.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def external_locations(path: Path) -> list[str]:
     graphs, found = [proto.graph], {}
     while graphs:
         graph = graphs.pop()
-        graphs += [inner for node in graph.node for a in node.attribute for inner in (a.g, *a.graphs) if a.type in _GRAPHS]
+        graphs += [
+            inner for node in graph.node for a in node.attribute for inner in (a.g, *a.graphs) if a.type in _GRAPHS
+        ]
         for tensor in graph.initializer:
             found.update((e.value, None) for e in tensor.external_data if e.key == "location" and e.value != token)
     return list(found)

@@ -12,8 +12,8 @@ from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE as _under_a_jit
 
 
 def staged() -> bool:
-    """Whether a `jit`, `checkpoint`, `scan`, `shard_map` or `export` around the call records what we do. `grad` and `vmap`
-    alone do not."""
+    """Whether a `jit`, `checkpoint`, `scan`, `shard_map` or `export` around the call records what we do. `grad` and
+    `vmap` alone do not."""
     return _under_a_jit()
 
 

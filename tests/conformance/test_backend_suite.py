@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 from comparison import assert_equal
-from conformance.suite import cases, input_names
 
 import transmuter
+from conformance.suite import cases, input_names
 
 CASES = cases()
 

@@ -135,7 +135,7 @@ def computed(declared: np.dtype) -> np.dtype:
 
 def in_jax(kind: np.dtype) -> bool:
     """Whether JAX has arrays of this dtype; strings and 6-bit floats stay outside of it."""
-    return kind != object and not kind.name.startswith("float6_")
+    return kind.kind != "O" and not kind.name.startswith("float6_")
 
 
 def canonical(wanted: Any) -> np.dtype:

@@ -22,7 +22,6 @@ from transmuter.lowering import registry
 from transmuter.lowering.arrays import (
     NeedsContents,
     cast,
-    compute_dtype,
     computed,
     contents,
     is_known,
@@ -154,7 +153,8 @@ class Subgraph:
         return self._evaluation.program.captures(self.graph)
 
     def with_captures(self, captured: Sequence[Any]) -> Subgraph:
-        """The same graph, reading `captured` in place of its captures: what a transform needs to see passed explicitly."""
+        """The same graph, reading `captured` in place of its captures: what a transform needs to see passed
+        explicitly."""
         outer = self._scope
         values = dict(zip(self.captures(), captured, strict=True))
         scope = Scope(values, outer.opsets, parent=outer, attributes=outer.attributes, key=outer.key)
@@ -196,8 +196,8 @@ class Program:
         return self._work[key]
 
     def captures(self, graph: ir.Graph) -> tuple[ir.Value, ...]:
-        """The values that `graph`, or a graph inside it, reads from the scope around: those of enclosing graphs, and its
-        own initializers."""
+        """The values that `graph`, or a graph inside it, reads from the scope around: those of enclosing graphs, and
+        its own initializers."""
         if graph not in self._captures:
             own: set[ir.Value] = set(graph.inputs)
             read: dict[ir.Value, None] = {}
@@ -333,9 +333,10 @@ class Program:
 class Evaluation:
     """One pass over some nodes of a program.
 
-    With `breaks` (a list) a node that needs hidden contents is appended to it with the operand it needs, and what depends on
-    it waits; without, it raises `GraphBreakError`. `unsupported` collects operators without a lowering in the same way.
-    `promote` is asked about operands whose contents would avoid a break, and raises where it can make them known.
+    With `breaks` (a list) a node that needs hidden contents is appended to it with the operand it needs, and what
+    depends on it waits; without, it raises `GraphBreakError`. `unsupported` collects operators without a lowering in
+    the same way. `promote` is asked about operands whose contents would avoid a break, and raises where it can make
+    them known.
     """
 
     def __init__(
@@ -409,7 +410,7 @@ class Evaluation:
         for item in work:
             if isinstance(item, ir.Node):
                 last.update(dict.fromkeys(self.program.operands(item), item))
-                last.update({v: item for v in item.outputs})
+                last.update(dict.fromkeys(item.outputs, item))
         frees: dict[Work, list[ir.Value]] = {}
         for value, item in last.items():
             if value not in keep:
@@ -440,8 +441,8 @@ class Evaluation:
         return waiting
 
     def graph(self, graph: ir.Graph, scope: Scope, outputs: Sequence[ir.Value] | None = None) -> tuple[Any, ...]:
-        """The outputs of `graph`, or these of its values; `scope` holds its inputs. A break anywhere inside is one of the
-        node around it."""
+        """The outputs of `graph`, or these of its values; `scope` holds its inputs. A break anywhere inside is one of
+        the node around it."""
         outputs = graph.outputs if outputs is None else outputs
         for item in self.program.work(graph, outputs):
             self.node(item, scope)
@@ -496,12 +497,11 @@ class Evaluation:
             raise ValueError(f"{len(operands)} operands, but {lowering.name} takes {len(lowering.operands)}")
         for position, value in enumerate(operands):
             name = lowering.operand(position)
-            if isinstance(value, jax.Array):
-                if name in lowering.known or name in lowering.reads:
-                    held = contents(value)
-                    if held is None:
-                        raise Break(node, position, name)
-                    operands[position] = held if name in lowering.known else value
+            if isinstance(value, jax.Array) and (name in lowering.known or name in lowering.reads):
+                held = contents(value)
+                if held is None:
+                    raise Break(node, position, name)
+                operands[position] = held if name in lowering.known else value
         if lowering.exact_dtypes:
             operands = [_as_declared(v, o) for v, o in zip(node.inputs, operands, strict=False)]
         if not is_known(operands):
@@ -542,7 +542,7 @@ class Evaluation:
             + (f" ({' <- '.join(chain)})" if chain else "")
             + ", but a JAX transform around the call (jit, vmap, checkpoint, scan, shard_map or export) hides them. "
             "Call transmuter.compile's result outside of that transform, which runs the node between two compiled "
-            "segments, or pass the input that decides the contents as a NumPy array captured by the transformed function.",
+            "segments, or give the input that decides the contents as a NumPy array, which makes it a constant.",
             node=needed.node.name or "",
             operator=operator,
             operand=needed.operand,
@@ -570,7 +570,8 @@ def subgraphs(node: ir.Node) -> list[ir.Graph]:
 
 
 def resolved(node: ir.Node, scope: Scope) -> dict[str, ir.Attr]:
-    """A node's attributes, with references replaced by those of the function call around it; unset ones are left out."""
+    """A node's attributes, with references replaced by those of the function call around it; unset ones are left
+    out."""
     found = {}
     for attribute in node.attributes.values():
         if not attribute.is_ref():
@@ -600,7 +601,8 @@ def operator_name(node: ir.Node) -> str:
 
 
 def origin(value: ir.Value, limit: int = 12) -> list[str]:
-    """The chain of values that leads to `value`, itself first, along each producer's first operand that is no weight."""
+    """The chain of values that leads to `value`, itself first, along each producer's first operand that is no
+    weight."""
     chain = []
     current: ir.Value | None = value
     while current is not None and len(chain) < limit:

@@ -48,9 +48,10 @@ class CacheInfo:
 class CompiledModel:
     """A model compiled for the shapes it is called with. Make one with `transmuter.compile`.
 
-    Call it as `compiled(inputs, *, params=None, buffers=None, key=None)`, or with the inputs as positional arrays. Without
-    `params` the model's own are used, prepared once; given params are arguments like the inputs, so that gradients with
-    respect to them are exact. Inside a caller's `jit`, `checkpoint`, `scan` or `export` it behaves as `model.apply`.
+    Call it as `compiled(inputs, *, params=None, buffers=None, key=None)`, or with the inputs as positional arrays.
+    Without `params` the model's own are used, prepared once; given params are arguments like the inputs, so that
+    gradients with respect to them are exact. Inside a caller's `jit`, `checkpoint`, `scan` or `export` it behaves as
+    `model.apply`.
     """
 
     def __init__(
@@ -189,7 +190,8 @@ class CompiledModel:
             if not x64 and segment.has_doubles and differentiated(jax.tree.leaves((weights, arguments))):
                 function = transposed_exactly(function)
             started = time.perf_counter()
-            flat = function(weights, [*arguments, *extra])
+            leaves = jax.tree.leaves(arguments) if segment.is_nested else arguments
+            flat = function(weights, [*leaves, *extra])
             if segment.calls == 0:
                 segment.compile_seconds = time.perf_counter() - started
             segment.calls += 1

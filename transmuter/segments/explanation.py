@@ -29,7 +29,8 @@ class BreakReport:
 
 @dataclass(frozen=True)
 class SegmentReport:
-    """A segment: its place in a run, its signature, how many nodes it evaluates, what it cost, and the breaks after it."""
+    """A segment: its place in a run, its signature, how many nodes it evaluates, what it cost, and the breaks after
+    it."""
 
     depth: int
     signature: str

@@ -1,8 +1,8 @@
 """Prepared weights: the part of a traced segment that depends on weights alone is computed once, not in every call.
 
 A lowering says `jnp.transpose(w, ...)` and knows nothing of this. The traced segment is a list of primitive operations;
-those whose operands are all weights are run eagerly, once, and their results become arguments of the compiled rest. What
-only makes a weight larger (a broadcast) stays in the rest.
+those whose operands are all weights are run eagerly, once, and their results become arguments of the compiled rest.
+What only makes a weight larger (a broadcast) stays in the rest.
 """
 
 from __future__ import annotations

@@ -65,6 +65,7 @@ class Segment:
         nodes: How many nodes it evaluates.
         breaks: The nodes to run after it on concrete values, in order.
         after: The stage after those have run; None before they have run once.
+        is_nested: Whether an argument is a sequence, or absent.
         trace_seconds, compile_seconds: What building it took; compiling includes the first run.
         calls: How often it has run.
     """
@@ -86,6 +87,7 @@ class Segment:
         self.emitted: list[str] = []
         self.known: dict[ir.Value, Any] = {}
         self.known_outputs: dict[str, Any] = {}
+        self.is_nested = not all(isinstance(aval, jax.ShapeDtypeStruct) for aval in avals)
         self._arguments = [v for v in stage.arrays if v not in static]
         self._executables: dict[bool, Executable] = {}
         started = time.perf_counter()
