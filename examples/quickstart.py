@@ -40,7 +40,7 @@ def main() -> None:
     model = transmuter.load(package / "model.onnx")
     print(model, "\n")
 
-    limits = {"fmin": np.float32(50), "fmax": np.float32(2000)}
+    limits = {"fmin": np.array(50, np.float32), "fmax": np.array(2000, np.float32)}  # Hz
     inputs = {"audio": np.asarray(tone(440.0)), **limits}
     start = time.perf_counter()
     compiled = transmuter.compile(model, inputs)
@@ -53,7 +53,9 @@ def main() -> None:
     session = onnxruntime.InferenceSession(package / "model.onnx", providers=["CPUExecutionProvider"])
     reference = dict(zip(outputs, session.run(list(outputs), inputs)))
     for name, expected in reference.items():
-        print(f"{name + ' against ONNX Runtime':<36}{np.abs(np.asarray(outputs[name]) - expected).max():.1e} apart at most")
+        print(
+            f"{name + ' against ONNX Runtime':<36}{np.abs(np.asarray(outputs[name]) - expected).max():.1e} apart at most"
+        )
     print(
         f"one call            {milliseconds(lambda: compiled(inputs)):.2f} ms, "
         f"ONNX Runtime {milliseconds(lambda: session.run(None, inputs)):.2f} ms"
@@ -74,7 +76,9 @@ def main() -> None:
 
     grads = jax.grad(loss)(model.params)
     name = max(grads, key=lambda n: float(jnp.linalg.norm(grads[n].ravel())))
-    print(f"params              {len(grads)} gradients, the largest (norm {jnp.linalg.norm(grads[name].ravel()):.2g}) for {name}")
+    print(
+        f"params              {len(grads)} gradients, the largest (norm {jnp.linalg.norm(grads[name].ravel()):.2g}) for {name}"
+    )
 
 
 if __name__ == "__main__":
