@@ -80,7 +80,7 @@ def mixed(probabilities: Array, value: Array) -> jax.Array:
 
 def positions(count: Any, start: Any = 0) -> jax.Array:
     """The positions of `count` tokens from `start` on, which is a dimension or one position per leading axis."""
-    first = start[..., None] if isinstance(start, jax.Array) else traced(shape_vector((start,)))
+    first = start[..., None] if isinstance(start, Array) else traced(shape_vector((start,)))
     return cast(first, np.int32) + jnp.arange(count, dtype=np.int32)
 
 
@@ -137,7 +137,7 @@ def Attention_23(
     softcap,
     softmax_precision,
 ):
-    """A query that sees no key yields zeros, as the specification says since ONNX 1.23; ONNX Runtime averages there."""
+    """A query that sees no key yields zeros. ONNX Runtime forgets `is_causal` where there is but one query."""
     if (past_key is None) != (past_value is None):
         raise ValueError("past_key and past_value come together or not at all")
     if packed := Q.ndim == 3:

@@ -317,21 +317,22 @@ def GroupQueryAttention(
         q = _normalized(q, q_norm_weight, q_norm_epsilon or qk_norm_epsilon)
         k = _normalized(k, k_norm_weight, k_norm_epsilon or qk_norm_epsilon)
 
-    new = q.shape[2]
+    new, past = q.shape[2], 0 if past_key is None else past_key.shape[2]
+    held = None if total_sequence_length is None else contents(total_sequence_length)
+    total = past + k.shape[2] if held is None else int(held.reshape(()))
     lengths = cast(jnp.reshape(seqlens_k, (-1, 1)), np.int32) + 1
     fresh = jnp.minimum(lengths, new) if query_seqlens is None else cast(query_seqlens, np.int32).reshape(-1, 1)
     start = lengths - fresh
     queries = positions(new, start)[:, 0]
     if do_rotary:
         where = queries if position_ids is None else position_ids
+        if position_ids is not None and total == new:  # of a prompt, the kernel reads the first position alone
+            where = position_ids[:1, :1] + jnp.arange(new, dtype=position_ids.dtype)
         cos, sin = (jnp.take(cache, where, axis=0)[:, None] for cache in (cos_cache, sin_cache))
         q, k = (rotated(x, cos, sin, rotary_interleaved) for x in (q, k))
 
-    held = None if total_sequence_length is None else contents(total_sequence_length)
-    total = None if held is None else int(held.reshape(()))
     if past_key is not None:
-        past = past_key.shape[2]
-        capacity = past + k.shape[2] if total is None else max(past, total)
+        capacity = total if held is None else max(past, total)
         cached = (_padded(cache, capacity, axis=2) for cache in (past_key, past_value))
         k, v = (_written(cache, x, start) for cache, x in zip(cached, (k, v), strict=True)) if k.shape[2] else cached
 
