@@ -191,7 +191,7 @@ def test_for_under_transforms(n: int) -> None:
 
 def test_for_of_a_hidden_count() -> None:
     f = function(load(FOR_WITHOUT_OUTPUTS))
-    counts, rows = np.array([2, 12], np.int32), np.stack([X, X])
+    counts, rows = jnp.array([2, 12]), np.stack([X, X])
     expected = np.stack([python_for(2, X), python_for(12, X)])
     np.testing.assert_allclose(jax.vmap(f)(counts, rows), expected, rtol=1e-5)
     np.testing.assert_allclose(exported(f, counts[0], X), expected[0], rtol=1e-5)

@@ -14,7 +14,7 @@ from jax import lax
 
 from transmuter.lowering.arrays import cast, traced
 from transmuter.lowering.control_flow import varying, varying_axes
-from transmuter.lowering.linear import PRECISION
+from transmuter.lowering.linear import PRECISION, accumulator
 from transmuter.lowering.registry import operator
 
 Function: TypeAlias = Callable[[jax.Array], jax.Array]
@@ -150,7 +150,7 @@ def _once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wide(*operands: jax.Array | None) -> list[Any]:
     """The operands, half-precision ones in float32."""
-    return [None if x is None else cast(x, jnp.promote_types(x.dtype, np.float32)) for x in operands]
+    return [None if x is None else cast(x, accumulator(x)) for x in operands]
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
