@@ -128,7 +128,7 @@ def ConvInteger(x, w, x_zero_point=None, w_zero_point=None, *, auto_pad, dilatio
 def ConvTranspose(
     x, w, b=None, *, auto_pad, dilations, group, kernel_shape, output_padding, output_shape, pads, strides
 ):
-    """An `output_shape` beyond what the kernel reaches gets zeros (and the bias) at its end, as in ONNX Runtime."""
+    """An `output_shape` beyond what the kernel reaches gets zeros (and the bias) at its end."""
     forward = window(x.shape[2:], kernel_shape or w.shape[2:], strides, pads, dilations)
     rank = len(forward.size)
     extra = output_padding or (0,) * rank

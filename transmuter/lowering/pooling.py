@@ -172,17 +172,17 @@ def GlobalLpPool(x, *, p):
 def MaxRoiPool(x, rois, *, pooled_shape, spatial_scale):
     """Corners round half away from zero; a bin that has no element of the image is 0."""
     corners = rois * jnp.asarray(spatial_scale, rois.dtype)
-    corners = jnp.sign(corners) * jnp.floor(jnp.abs(corners) + 0.5)
+    corners = cast(jnp.sign(corners) * jnp.floor(jnp.abs(corners) + 0.5), np.int32)
     y = x[cast(rois[:, 0], np.int32)]
     for axis, bins in ((3, pooled_shape[1]), (2, pooled_shape[0])):
         start, end = (corners[:, i, None, None, None] for i in (4 - axis, 6 - axis))
-        size = jnp.maximum(end - start + 1, 1) / bins
-        place = jnp.reshape(jnp.arange(x.shape[axis], dtype=rois.dtype), (-1, *(1,) * (3 - axis)))
-        columns = []
+        size = jnp.maximum(end - start + 1, 1)
+        place = lax.broadcasted_iota(np.int32, (x.shape[axis], *(1,) * (3 - axis)), 0)
+        parts = []
         for i in range(bins):
-            inside = (place >= start + jnp.floor(i * size)) & (place < start + jnp.ceil((i + 1) * size))
-            columns.append(jnp.max(jnp.where(inside, y, -np.inf), axis, keepdims=True))
-        y = jnp.concatenate(columns, axis)
+            inside = (place >= start + i * size // bins) & (place < start - (-(i + 1) * size // bins))
+            parts.append(jnp.max(jnp.where(inside, y, -np.inf), axis, keepdims=True))
+        y = jnp.concatenate(parts, axis)
     return jnp.where(y == -np.inf, 0, y)
 
 
@@ -220,17 +220,22 @@ def RoiAlign_16(
     start, size = corners[:, :2], corners[:, 2:] - corners[:, :2]
     if not half_pixel:
         size = jnp.maximum(size, 1)
-    step = size / jnp.asarray([output_width, output_height], wide)
-    samples = jnp.full(step.shape, sampling_ratio, wide) if sampling_ratio else jnp.ceil(step)
-    image, batch = jnp.moveaxis(cast(x, wide), 1, -1), cast(batch_indices, np.int32)
-    rows, columns = (
+    bins = jnp.asarray([output_width, output_height], wide)
+    step = size / bins
+    if sampling_ratio:
+        samples, most = jnp.full(step.shape, sampling_ratio, wide), (sampling_ratio, sampling_ratio)
+    else:
+        samples = jnp.ceil(step)
+        samples = jnp.where((samples - 1) * bins >= size, samples - 1, samples)  # XLA may round the quotient up
+        counted = contents(samples)
+        most = None if counted is None else [int(n) for n in np.max(counted, 0, initial=1)]
+    columns, rows = (
         (start[:, i], step[:, i], samples[:, i], bins, x.shape[3 - i])
-        for i, bins in ((1, output_height), (0, output_width))
+        for i, bins in enumerate((output_width, output_height))
     )
-    counted = contents(samples)
-    if counted is not None or sampling_ratio:
-        most = sampling_ratio or int(max(1, *np.max(counted, 0)))
-        y = _sampled(image, batch, _grid(*rows, most), _grid(*columns, most), mode)
+    image, batch = jnp.moveaxis(cast(x, wide), 1, -1), cast(batch_indices, np.int32)
+    if most is not None:
+        y = _sampled(image, batch, _grid(*rows, most[1]), _grid(*columns, most[0]), mode)
     elif mode == "avg":
         y = _weighted(image, batch, _shares(*rows), _shares(*columns))
     else:
