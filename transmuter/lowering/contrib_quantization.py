@@ -222,9 +222,8 @@ def _unpacked(packed: Array, bits: int, *, highest_first: bool = False) -> jax.A
 
 
 def _times_weight(a: Array, weight: Array, contracted: int = 1) -> jax.Array:
-    """`a @ weight.T` (or `a @ weight`, contracted with its axis 0), accumulated in float32."""
-    dimensions = (((a.ndim - 1,), (contracted,)), ((), ()))
-    return lax.dot_general(a, cast(weight, a.dtype), dimensions, PRECISION, np.float32)
+    """`a @ weight.T` in float32, or `a @ weight`, contracted with its axis 0."""
+    return lax.dot_general(cast(a, np.float32), weight, (((a.ndim - 1,), (contracted,)), ((), ())), PRECISION)
 
 
 @operator(domain=_DOMAIN)
@@ -262,7 +261,7 @@ def MatMulNBits(
         def by_element(parameter: Array) -> Array:
             if parameter.size == 1:
                 return parameter
-            return in_blocks(parameter, block_size, 1, K) if g_idx is None else jnp.take(parameter, g_idx, axis=1)
+            return in_blocks(parameter, block_size, 1, K) if g_idx is None else jnp.take(parameter, g_idx[:K], axis=1)
 
         centred = cast(q, np.float32) - cast(by_element(zero_points), np.float32)
         product = _times_weight(A, centred * cast(by_element(scales), np.float32))

@@ -239,7 +239,8 @@ _TRANSFORMS = ("NONE", "SOFTMAX", "LOGISTIC", "SOFTMAX_ZERO", "PROBIT")
 
 
 def _transformed(scores: jax.Array, post_transform: str) -> jax.Array:
-    """Scores of shape [N, classes] after their post transform."""
+    """Scores of shape [N, classes] after their post transform. It holds for a single one too, where ONNX Runtime ignores
+    all but PROBIT."""
     match post_transform:
         case "NONE":
             return scores
@@ -268,14 +269,13 @@ def _probit(p: jax.Array) -> jax.Array:
 
 
 def _two_scores(score: jax.Array, post_transform: str, is_probability: bool) -> jax.Array:
-    """The scores of both classes from the positive one's, of shape [N, 1]: the complement of a probability, else the
-    opposite."""
+    """The scores of both classes from the positive one's, of shape [N, 1]: the other one is the complement of a
+    probability, else the opposite. A softmax is not taken of them, as in ONNX Runtime."""
+    if post_transform == "LOGISTIC":
+        return jax.nn.sigmoid(jnp.concatenate([-score, score], axis=1))
     if post_transform == "PROBIT":
         return _probit(jnp.concatenate([1 - score, score], axis=1))
-    if is_probability:
-        return jnp.concatenate([1 - score, score], axis=1)
-    both = jnp.concatenate([-score, score], axis=1)
-    return jax.nn.sigmoid(both) if post_transform == "LOGISTIC" else both
+    return jnp.concatenate([1 - score if is_probability else -score, score], axis=1)
 
 
 def _labels(place: jax.Array, int64s: Sequence[int] | None, strings: Sequence[str] | None) -> Array:
@@ -314,7 +314,7 @@ def LinearClassifier(
     scores = _linear(X, coefficients, intercepts, count)
     if scores.shape[1] == 1 and len(labels) == 2:
         place = cast(scores[:, 0] > 0, np.int32)
-        scores = _two_scores(scores, post_transform, post_transform != "LOGISTIC")
+        scores = _two_scores(scores, post_transform, True)
     else:
         place = jnp.argmax(scores, axis=1)
         scores = _transformed(scores, post_transform)
@@ -391,7 +391,7 @@ def SVMClassifier(
         scores = _matmul(x, jnp.asarray(np.array(coefficients, np.float32).reshape(len(labels), -1).T)) + rho[0]
         place = jnp.argmax(scores, axis=1)
     if scores.shape[1] == 1:
-        scores = _two_scores(scores, post_transform, post_transform not in ("NONE", "LOGISTIC"))
+        scores = _two_scores(scores, post_transform, post_transform != "NONE")
     else:
         scores = _transformed(scores, post_transform)
     return _labels(place, classlabels_ints, classlabels_strings), scores
@@ -560,7 +560,6 @@ def TreeEnsembleRegressor(
     target_weights,
     target_weights_as_tensor,
 ):
-    """A post transform holds for one target as for more; ONNX Runtime ignores it there, but for PROBIT."""
     x = _rows(X)
     forest, votes = _legacy(
         (target_treeids, target_nodeids, target_ids, _floats(target_weights, target_weights_as_tensor)),
