@@ -188,3 +188,29 @@ def test_half_precision_graphs_compute_in_float32_unless_told_otherwise(element:
             assert np.isfinite(y.astype(np.float32)).all() == finite, "1000 * 1000 overflows float16"
     with pytest.raises(ValueError, match="compute_type"):
         transmuter.load(half_precision(element), compute_type="float64")
+
+
+def test_tables_of_64_bit_integers_inside_a_callers_jit() -> None:
+    """A table above 1024 elements is a buffer; with x64 off it is narrowed where it fits."""
+    table = np.arange(2000, dtype=np.int64)
+    nodes = [helper.make_node("Gather", ["table", "i"], ["g"]), helper.make_node("Add", ["g", "i"], ["y"])]
+    small, large = (
+        transmuter.load(
+            model_of(
+                nodes,
+                [info("i", ("n",), TensorProto.INT64)],
+                [info("y", None, TensorProto.INT64)],
+                constants(table=table + offset),
+            )
+        )
+        for offset in (0, 2**40)
+    )
+    i = np.array([3, 1999])
+    np.testing.assert_array_equal(jax.jit(lambda i: small.apply({}, {"i": i})["y"])(i), 2 * i)
+    np.testing.assert_array_equal(small.apply({}, {"i": i})["y"], 2 * i)
+    for call in (jax.jit(lambda i: large.apply({}, {"i": i})), lambda i: large.apply({}, {"i": i})):
+        with pytest.raises(transmuter.InputError, match=r"'table'.*1099511627776.*jax_enable_x64"):
+            call(i)
+    with pytest.raises(transmuter.InputError, match=r"'i'.*1099511627776"):
+        small.apply({}, {"i": np.array([2**40])})
+    np.testing.assert_array_equal(transmuter.compile(large)({"i": i})["y"], 2 * i + 2**40)

@@ -349,3 +349,19 @@ def test_many_threads_compile_each_signature_once() -> None:
         thread.join()
     assert not failures
     assert compiled.cache_info().misses == 4
+
+
+def test_two_calls_of_a_random_function_draw_different_numbers() -> None:
+    """The function imports another opset than the model, so it is not inlined."""
+    body = [helper.make_node("RandomUniformLike", ["a"], ["b"])]
+    function = helper.make_function("local", "R", ["a"], ["b"], body, [helper.make_opsetid("", 17)])
+    proto = model_of(
+        [helper.make_node("R", ["x"], ["y"], domain="local"), helper.make_node("R", ["x"], ["z"], domain="local")],
+        [info("x", ("n", 8))],
+        [info("y", None), info("z", None)],
+        opset_imports=[helper.make_opsetid("", 18), helper.make_opsetid("local", 1)],
+        functions=[function],
+    )
+    model = transmuter.load(proto)
+    for outputs in (transmuter.run(model, {"x": X}), transmuter.compile(model)(X)):
+        assert not np.allclose(outputs["y"], outputs["z"])

@@ -92,7 +92,7 @@ ENCODER = Subject(
 )
 LSTM = Subject(
     "lstm",
-    lambda: graphs.lstm(features=6, hidden=8),
+    lambda: graphs.lstm(layers=1, features=6, hidden=8),
     lambda batch: graphs.normal_inputs("input", (batch, 7, 6)),
     {"output": 0, "hidden": 1},
     "Reshape",

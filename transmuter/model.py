@@ -18,8 +18,8 @@ import onnx_ir as ir
 from transmuter import reading
 from transmuter.errors import InputError, LoweringError
 from transmuter.lowering import evaluation
-from transmuter.lowering.arrays import canonical, cast, compute_dtype, computed, in_jax
-from transmuter.staging import exact_dtypes, staged
+from transmuter.lowering.arrays import canonical, cast, compute_dtype, computed, in_jax, traced
+from transmuter.staging import staged
 
 _SMALL = 16
 """Up to so many elements, a float initializer is a known value and no param (unless the model is trainable)."""
@@ -234,7 +234,7 @@ class Model:
             params = self.params if params is None else params
             buffers = self.buffers if buffers is None else buffers
             self._warn_of_baking(buffers)
-        values = {v: x if known and isinstance(x, np.ndarray) else _to_jax(x) for v, x in held.items()}
+        values = {v: x if known and isinstance(x, np.ndarray) else _to_jax(v.name, x) for v, x in held.items()}
         if self.unsupported_operators:
             self._check_supported(values, wanted)
         return self.evaluate(values, params, buffers, key, wanted)
@@ -263,6 +263,8 @@ class Model:
         self, held: Mapping[ir.Value, Any], weights: Mapping[ir.Value, Any], key: jax.Array | None
     ) -> evaluation.Scope:
         """A scope for the graph, with the weights and inputs in the dtypes that it computes in."""
+        if not jax.config.jax_enable_x64:
+            weights = {value: _canonical(value.name, array) for value, array in weights.items()}
         values: dict[ir.Value, Any] = {**self._constants, **weights, **held}
         if self.compute_type is not None:
             values = {value: _computed(array) for value, array in values.items()}
@@ -420,6 +422,13 @@ class _ComputeDtype:
         compute_dtype.reset(self._token)
 
 
+@contextlib.contextmanager
+def _concrete() -> Iterator[None]:
+    """Arrays made in the block are concrete and keep 64-bit types, even while a caller traces."""
+    with jax.ensure_compile_time_eval(), jax.enable_x64(True):
+        yield
+
+
 class _Store:
     """Weights by name: host arrays, each put on the device when it is first asked for."""
 
@@ -451,10 +460,10 @@ class _Store:
     def get(self, name: str) -> jax.Array:
         if name not in self._on_device and name in self._prepared:
             prepared, restore = self._prepared.pop(name)
-            with exact_dtypes(), jax.ensure_compile_time_eval():
+            with _concrete():
                 self._on_device[name] = restore(prepared)
         if name in self._host:
-            with exact_dtypes(), jax.ensure_compile_time_eval():
+            with _concrete():
                 self._on_device[name] = jax.device_put(self._host[name], self._device, may_alias=True)
             del self._host[name]
         return self._on_device[name]
@@ -468,12 +477,28 @@ def _computed(value: Any) -> Any:
     return cast(value, computed(value.dtype))
 
 
-def _to_jax(value: Any) -> Any:
+def _to_jax(name: str, value: Any) -> Any:
+    """An input as JAX holds it."""
     if isinstance(value, list):
-        return [_to_jax(item) for item in value]
+        return [_to_jax(name, item) for item in value]
     if not isinstance(value, np.ndarray) or not in_jax(value.dtype):
         return value
-    return jax.numpy.asarray(value)
+    return _narrowed(name, value)
+
+
+def _canonical(name: str, array: Any) -> Any:
+    """A weight as JAX holds it where x64 is off."""
+    wanted = canonical(array.dtype)
+    if wanted == array.dtype:
+        return array
+    return cast(array, wanted) if isinstance(array, jax.core.Tracer) else _narrowed(name, np.asarray(array))
+
+
+def _narrowed(name: str, array: np.ndarray) -> jax.Array:
+    try:
+        return traced(array)
+    except OverflowError as error:
+        raise InputError(f"In {name!r}, {error}. Set jax_enable_x64, or use transmuter.run or compile.") from error
 
 
 def _spec(value: ir.Value, host_types: Mapping[str, str]) -> TensorSpec:

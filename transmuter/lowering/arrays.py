@@ -177,7 +177,7 @@ def narrow(value: np.ndarray) -> np.ndarray:
     unbounded_above = value >= old.max - 1
     bad = ((value < new.min) & ~unbounded_below) | ((value > new.max) & ~unbounded_above)
     if bad.any():
-        raise OverflowError(f"the {value.dtype} constant {value[bad].flat[0]} does not fit {target}")
+        raise OverflowError(f"the {value.dtype} number {value[bad].flat[0]} does not fit {target}")
     return np.where(unbounded_below, new.min, np.where(unbounded_above, new.max, value)).astype(target)
 
 

@@ -175,7 +175,7 @@ class Program:
         self._bound: dict[ir.Node, Bound] = {}
         self._captures: dict[ir.Graph, tuple[ir.Value, ...]] = {}
         self._work: dict[Any, tuple[ir.Node, ...]] = {}
-        self._bodies: dict[tuple[str, str, int], ir.Function] = {}
+        self._bodies: dict[tuple[Any, ...], ir.Function] = {}
         self._random: dict[ir.Graph, bool] = {}
         self._numbers = {node: number for number, node in enumerate(graph.all_nodes())}
 
@@ -324,10 +324,13 @@ class Program:
             domain=domain,
         )
         proto.attribute.extend(ir.to_proto(a) for a in resolved(node, scope).values())
-        types = [_type_proto(operand).SerializeToString() for operand in operands]
-        body_version = max(v for v in schema.context_dependent_function_opset_versions if v <= version)
-        body = schema.get_context_dependent_function_with_opset_version(body_version, proto.SerializeToString(), types)
-        return _function(body)
+        types = tuple(_type_proto(operand).SerializeToString() for operand in operands)
+        key = (proto.SerializeToString(), types, version)
+        if key not in self._bodies:
+            body_version = max(v for v in schema.context_dependent_function_opset_versions if v <= version)
+            body = schema.get_context_dependent_function_with_opset_version(body_version, key[0], list(types))
+            self._bodies[key] = _function(body)
+        return self._bodies[key]
 
 
 class Evaluation:
@@ -453,7 +456,10 @@ class Evaluation:
         attributes = {**{a.name: a for a in function.attributes.values()}, **resolved(node, scope)}
         padded = [*operands, *[None] * (len(function.inputs) - len(operands))]
         values = dict(zip(function.inputs, padded, strict=True))
-        return self.graph(function.graph, Scope(values, function.opset_imports, attributes=attributes, key=scope.key))
+        key = scope.key
+        if key is not None and self.program.is_random(function.graph):
+            key = jax.random.fold_in(key, self.program.number(node))
+        return self.graph(function.graph, Scope(values, function.opset_imports, attributes=attributes, key=key))
 
     def node(self, node: ir.Node, scope: Scope) -> None:
         """Evaluates one node and puts its outputs into `scope`.

@@ -3,8 +3,8 @@
 A lowering is a plain function whose signature is the operator's ONNX schema: tensor inputs are positional (optional
 ones default to None, a variadic one is `*args`), attributes are keyword-only under their ONNX names. An attribute
 without a default gets the schema's. Three further keyword-only parameters are filled in where a signature has them:
-`key` (a JAX random key of the node's own), `output_count` (how many outputs the node lists) and `opset` (the version of the
-operator's domain that the model imports).
+`key` (a JAX random key of the node's own), `output_count` (how many outputs the node lists) and `opset` (the version of
+the operator's domain that the model imports).
 
     @operator(known=("shape",))
     def Reshape(data, shape, *, allowzero): ...
@@ -135,4 +135,6 @@ def _defaults(lowering: Lowering, version: int) -> dict[str, Any]:
 
 
 def _python(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_python, value))
     return value.decode() if isinstance(value, bytes) else value
