@@ -78,7 +78,8 @@ def _mixture(x: Array, experts: Array, shares: Array, layers: Any, activate: Cal
         own = jax.tree.map(lambda w: jnp.take(w, experts, axis=0), layers)
         results = jax.vmap(jax.vmap(expert, (None, 0)))(tokens, own)
         return jnp.sum(results * shares[..., None], axis=1).reshape(x.shape)
-    by_expert = jnp.sum(jnp.where(experts[..., None] == jnp.arange(count), shares[..., None], 0), axis=1)
+    is_own = experts[..., None] == jnp.arange(count, dtype=experts.dtype)
+    by_expert = jnp.sum(jnp.where(is_own, shares[..., None], 0), axis=1)
 
     def add(total: jax.Array, one: Any) -> tuple[jax.Array, None]:
         layers, share = one
