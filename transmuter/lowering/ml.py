@@ -239,8 +239,10 @@ _TRANSFORMS = ("NONE", "SOFTMAX", "LOGISTIC", "SOFTMAX_ZERO", "PROBIT")
 
 
 def _transformed(scores: jax.Array, post_transform: str) -> jax.Array:
-    """Scores of shape [N, classes] after their post transform. It holds for a single one too, where ONNX Runtime ignores
-    all but PROBIT."""
+    """Scores of shape [N, classes] after their post transform.
+
+    It holds for a single score too, where ONNX Runtime ignores all but PROBIT.
+    """
     match post_transform:
         case "NONE":
             return scores
