@@ -97,12 +97,11 @@ def _attended(
     padded key is not forbidden: `mask_filter_value` is added to its score, which shows where a query sees no other.
     """
     batch, _, new, _ = q.shape
-    start, used = 0, None
-    if past[0] is not None and past_length is None:
-        start = past[0].shape[2]
+    start = 0 if past[0] is None else past[0].shape[2]
+    buffered = past[0] is not None and past_length is not None
+    if past[0] is not None and not buffered:
         k, v = (jnp.concatenate(pair, axis=2) for pair in zip(past, (k, v), strict=True))
-    elif past[0] is not None:
-        used = contents(past_length)
+    if buffered:
         start = jnp.broadcast_to(cast(jnp.reshape(past_length, (1, 1)), np.int32), (batch, 1))
         k, v = (_written(cache, tokens, start) for cache, tokens in zip(past, (k, v), strict=True))
         mask = mask if mask is None or mask.ndim == 1 else _padded(mask, k.shape[2])
@@ -121,9 +120,10 @@ def _attended(
         causal = jnp.logical_or(within(positions(new, start), keys, None, 0), positions(new)[:, None] == new - 1)
         hidden = jnp.where(causal, hidden, lowest)
     logits = logits + hidden
-    if past_length is not None:
+    if buffered:
         logits = masked(logits, keys < start[..., None, None] + new)
     y = merged(cast(mixed(probabilities(logits), v), q.dtype))
+    used = contents(past_length) if buffered else None
     return y, *present, logits if used is None else logits[..., : int(used.reshape(())) + new]
 
 
