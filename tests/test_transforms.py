@@ -31,8 +31,8 @@ class Subject:
 
     name: str
     build: Callable[[], onnx.ModelProto]
-    inputs_of: Callable[[int], graphs.Inputs]
-    """Inputs for a batch size."""
+    inputs: graphs.Inputs
+    """A batch of five."""
     batch_axes: dict[str, int]
     """Where each output has its batch."""
     internal: str
@@ -52,13 +52,13 @@ class Subject:
         proto.graph.output.add(name=self.internal_name)
         return onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
 
-    def expected(self, batch: int) -> dict[str, np.ndarray]:
+    def expected(self, inputs: graphs.Inputs) -> dict[str, np.ndarray]:
         """What ONNX Runtime gives for the outputs and the internal value."""
         names = [output.name for output in self.session.get_outputs()]
-        return dict(zip(names, self.session.run(names, self.inputs_of(batch)), strict=True))
+        return dict(zip(names, self.session.run(names, inputs), strict=True))
 
-    def check(self, outputs: dict[str, Any], batch: int) -> None:
-        expected = self.expected(batch)
+    def check(self, outputs: dict[str, Any], inputs: graphs.Inputs) -> None:
+        expected = self.expected(inputs)
         assert outputs.keys() == self.batch_axes.keys()
         for name in outputs:
             assert_equal(outputs[name], expected[name], rtol=1e-4, atol=1e-5, where=name)
@@ -67,33 +67,36 @@ class Subject:
         """A scalar on which every output bears."""
         return sum(jnp.mean(jnp.sin(3 * outputs[name])) for name in self.batch_axes)
 
-    def traced(self, batch: int) -> dict[str, jax.Array]:
-        """Inputs as JAX holds them: with 64-bit types off, int64 ones are int32."""
-        return {name: jnp.asarray(narrowed(array)) for name, array in self.inputs_of(batch).items()}
+
+def traced(inputs: graphs.Inputs) -> dict[str, jax.Array]:
+    """Inputs as JAX holds them: with 64-bit types off, int64 ones are int32."""
+    narrow = {np.dtype(np.int64): np.int32} if not jax.config.jax_enable_x64 else {}
+    return {name: jnp.asarray(x.astype(narrow.get(x.dtype, x.dtype))) for name, x in inputs.items()}
 
 
-def narrowed(array: np.ndarray) -> np.ndarray:
-    return array if jax.config.jax_enable_x64 or array.dtype != np.int64 else array.astype(np.int32)
+def cut(inputs: graphs.Inputs, *sizes: int) -> graphs.Inputs:
+    """The inputs, up to these sizes of their first dimensions."""
+    return {name: x[tuple(map(slice, sizes))] for name, x in inputs.items()}
 
 
 CONVNET = Subject(
     "convnet",
     lambda: graphs.resnet(blocks=(1,), width=4, size=32, classes=10),
-    lambda batch: graphs.image_inputs(batch, size=32),
+    graphs.image_inputs(5, size=32),
     {"output": 0},
     "GlobalAveragePool",
 )
 ENCODER = Subject(
     "encoder",
     lambda: graphs.bert(layers=1, hidden=32, heads=4, ffn=64, vocab=50, positions=16),
-    lambda batch: graphs.bert_inputs(batch, 8, vocab=50, padding=1),
+    graphs.bert_inputs(5, 8, vocab=50, padding=1),
     {"last_hidden_state": 0},
     "Softmax",
 )
 LSTM = Subject(
     "lstm",
     lambda: graphs.lstm(layers=1, features=6, hidden=8),
-    lambda batch: graphs.normal_inputs("input", (batch, 7, 6)),
+    graphs.normal_inputs("input", (5, 8, 6)),
     {"output": 0, "hidden": 1},
     "Reshape",
 )
@@ -127,10 +130,11 @@ def assert_same(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
 # ---- without transforms --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inputs", [lambda s, batch: s.inputs_of(batch), Subject.traced], ids=["numpy", "jax"])
-def test_run_and_compile(subject: Subject, inputs: Callable) -> None:
-    subject.check(transmuter.run(subject.model, inputs(subject, 3)), 3)
-    subject.check(transmuter.compile(subject.model)(inputs(subject, 3)), 3)
+@pytest.mark.parametrize("held", [dict, traced], ids=["numpy", "jax"])
+def test_run_and_compile(subject: Subject, held: Callable) -> None:
+    inputs = held(subject.inputs)
+    subject.check(transmuter.run(subject.model, inputs), subject.inputs)
+    subject.check(transmuter.compile(subject.model)(inputs), subject.inputs)
 
 
 # ---- jit, grad, checkpoint, vmap -----------------------------------------------------------------------------------
@@ -138,18 +142,18 @@ def test_run_and_compile(subject: Subject, inputs: Callable) -> None:
 
 def test_jit(subject: Subject) -> None:
     model = subject.model
-    subject.check(jax.jit(model.apply)(model.params, subject.traced(3)), 3)
-    subject.check(jax.jit(lambda inputs: transmuter.compile(model)(inputs))(subject.traced(3)), 3)
+    subject.check(jax.jit(model.apply)(model.params, traced(subject.inputs)), subject.inputs)
+    subject.check(jax.jit(lambda inputs: transmuter.compile(model)(inputs))(traced(subject.inputs)), subject.inputs)
 
 
 def test_grad_is_the_slope(subject: Subject) -> None:
-    model, inputs = subject.model, subject.traced(3)
+    model, inputs = subject.model, traced(subject.inputs)
     loss = jax.jit(lambda params: subject.loss(model.apply(params, inputs)))
     check_grads(loss, (model.params,), order=1, modes=["rev"], eps=3e-3, rtol=0.02, atol=1e-3)
 
 
 def test_grad_is_the_same_on_every_way(subject: Subject) -> None:
-    model, inputs = subject.model, subject.traced(3)
+    model, inputs = subject.model, traced(subject.inputs)
     compiled = transmuter.compile(model)
 
     def loss(params: dict, inputs: dict) -> jax.Array:
@@ -166,7 +170,7 @@ def test_grad_is_the_same_on_every_way(subject: Subject) -> None:
 
 @pytest.mark.parametrize("subject", [CONVNET, LSTM], ids=lambda subject: subject.name)
 def test_grad_with_respect_to_inputs(subject: Subject) -> None:
-    model, inputs = subject.model, subject.traced(3)
+    model, inputs = subject.model, traced(subject.inputs)
     compiled = transmuter.compile(model)
 
     def loss(inputs: dict) -> jax.Array:
@@ -188,12 +192,14 @@ def test_vmap_over_examples_is_the_batch(subject: Subject) -> None:
 
         return jax.vmap(single, out_axes=subject.batch_axes)
 
-    subject.check(over_examples(compiled)(subject.traced(3)), 3)
-    subject.check(jax.jit(over_examples(functools.partial(model.apply, model.params)))(subject.traced(3)), 3)
+    subject.check(over_examples(compiled)(traced(subject.inputs)), subject.inputs)
+    subject.check(
+        jax.jit(over_examples(functools.partial(model.apply, model.params)))(traced(subject.inputs)), subject.inputs
+    )
 
 
 def test_vmap_over_params_is_an_ensemble(subject: Subject) -> None:
-    model, inputs = subject.model, subject.traced(3)
+    model, inputs = subject.model, traced(subject.inputs)
     members = [model.params, jax.tree.map(lambda p: 0.9 * p, model.params)]
     stacked = jax.tree.map(lambda *ps: jnp.stack(ps), *members)
     call = jax.jit(model.apply)
@@ -203,7 +209,7 @@ def test_vmap_over_params_is_an_ensemble(subject: Subject) -> None:
 
 
 def test_gradients_of_single_examples(subject: Subject) -> None:
-    model, inputs = subject.model, subject.traced(3)
+    model, inputs = subject.model, traced(subject.inputs)
 
     def loss(params: dict, inputs: dict) -> jax.Array:
         return subject.loss(model.apply(params, {name: x[None] for name, x in inputs.items()}))
@@ -211,7 +217,7 @@ def test_gradients_of_single_examples(subject: Subject) -> None:
     gradient = jax.grad(loss)
     together = jax.jit(jax.vmap(gradient, in_axes=(None, 0)))(model.params, inputs)
     gradient = jax.jit(gradient)
-    singles = [gradient(model.params, {name: x[i] for name, x in inputs.items()}) for i in range(3)]
+    singles = [gradient(model.params, {name: x[i] for name, x in inputs.items()}) for i in range(5)]
     assert_same(together, jax.tree.map(lambda *gs: jnp.stack(gs), *singles))
 
 
@@ -228,13 +234,13 @@ def round_trip(function: Callable, *specs: Any, vjp_order: int = 0) -> export.Ex
 
 
 def test_export(subject: Subject) -> None:
-    model, inputs = subject.model, subject.traced(3)
+    model, inputs = subject.model, traced(subject.inputs)
     artifact = round_trip(model.apply, shapes_of(model.params), shapes_of(inputs))
-    subject.check(artifact.call(model.params, inputs), 3)
+    subject.check(artifact.call(model.params, inputs), subject.inputs)
 
 
 def test_exported_gradient(subject: Subject) -> None:
-    model, inputs = subject.model, subject.traced(3)
+    model, inputs = subject.model, traced(subject.inputs)
     artifact = round_trip(model.apply, shapes_of(model.params), shapes_of(inputs), vjp_order=1)
 
     def gradient(call: Callable) -> Callable:
@@ -246,29 +252,44 @@ def test_exported_gradient(subject: Subject) -> None:
 def test_one_artifact_serves_every_batch_size(subject: Subject) -> None:
     model = subject.model
     [batch] = export.symbolic_shape("batch")
-    specs = {n: jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for n, x in subject.traced(1).items()}
+    specs = {n: jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for n, x in traced(subject.inputs).items()}
     artifact = round_trip(model.apply, shapes_of(model.params), specs)
     for size in (1, 2, 5):
-        subject.check(artifact.call(model.params, subject.traced(size)), size)
+        inputs = cut(subject.inputs, size)
+        subject.check(artifact.call(model.params, traced(inputs)), inputs)
+
+
+@pytest.mark.parametrize("subject", [ENCODER, LSTM], ids=lambda subject: subject.name)
+def test_one_artifact_serves_every_length(subject: Subject) -> None:
+    model = subject.model
+    # The bound is the encoder's: it has so many position embeddings.
+    batch, length = export.symbolic_shape("batch, length", constraints=["length <= 16"])
+    specs = {n: jax.ShapeDtypeStruct((batch, length, *x.shape[2:]), x.dtype) for n, x in traced(subject.inputs).items()}
+    artifact = round_trip(model.apply, shapes_of(model.params), specs)
+    for sizes in ((1, 3), (2, 8), (5, 7)):
+        inputs = cut(subject.inputs, *sizes)
+        subject.check(artifact.call(model.params, traced(inputs)), inputs)
 
 
 # ---- outputs -------------------------------------------------------------------------------------------------------
 
 
 def test_outputs_are_graph_outputs_and_internal_values(subject: Subject) -> None:
-    model, inputs, name = subject.model, subject.inputs_of(3), subject.internal_name
+    model, inputs, name = subject.model, subject.inputs, subject.internal_name
     wanted = [name, list(model.outputs)[-1]]
     calls = {
         "run": transmuter.run(model, inputs, outputs=wanted),
         "apply": jax.jit(lambda params, inputs: model.apply(params, inputs, outputs=wanted))(
-            model.params, subject.traced(3)
+            model.params, traced(subject.inputs)
         ),
         "compile": transmuter.compile(model, outputs=wanted)(inputs),
     }
     for way, outputs in calls.items():
         assert set(outputs) == set(wanted), way
         for value in wanted:
-            assert_equal(outputs[value], subject.expected(3)[value], rtol=1e-4, atol=1e-5, where=f"{way}: {value}")
+            assert_equal(
+                outputs[value], subject.expected(subject.inputs)[value], rtol=1e-4, atol=1e-5, where=f"{way}: {value}"
+            )
     assert list(calls["run"]) == list(calls["compile"]) == wanted
 
 
@@ -276,7 +297,9 @@ def test_what_the_outputs_do_not_need_is_not_run(subject: Subject) -> None:
     model = subject.model
 
     def operations(outputs: list[str] | None) -> int:
-        traced = jax.make_jaxpr(lambda p, x: model.apply(p, x, outputs=outputs))(model.params, subject.traced(1))
-        return len(traced.eqns)
+        def call(params: dict, inputs: dict) -> dict:
+            return model.apply(params, inputs, outputs=outputs)
+
+        return len(jax.make_jaxpr(call)(model.params, traced(subject.inputs)).eqns)
 
     assert operations([subject.internal_name]) < operations(None)

@@ -524,8 +524,6 @@ class Evaluation:
             attributes["key"] = jax.random.fold_in(scope.key, self.program.number(node)) if draws else None
         if "output_count" in lowering.fills:
             attributes["output_count"] = len(node.outputs)
-        if "opset" in lowering.fills:
-            attributes["opset"] = scope.opsets.get(lowering.domain, 1)
         try:
             result = lowering.function(*operands, **attributes)
         except NeedsContents as needed:

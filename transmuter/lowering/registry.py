@@ -2,9 +2,8 @@
 
 A lowering is a plain function whose signature is the operator's ONNX schema: tensor inputs are positional (optional
 ones default to None, a variadic one is `*args`), attributes are keyword-only under their ONNX names. An attribute
-without a default gets the schema's. Three further keyword-only parameters are filled in where a signature has them:
-`key` (a JAX random key of the node's own), `output_count` (how many outputs the node lists) and `opset` (the version of
-the operator's domain that the model imports).
+without a default gets the schema's. Two further keyword-only parameters are filled in where a signature has them: `key`
+(a JAX random key of the node's own) and `output_count` (how many outputs the node lists).
 
     @operator(known=("shape",))
     def Reshape(data, shape, *, allowzero): ...
@@ -25,7 +24,7 @@ from typing import Any
 import onnx
 import onnx.defs
 
-_FILLED = ("key", "output_count", "opset")
+_FILLED = ("key", "output_count")
 _NO_DEFAULT = inspect.Parameter.empty
 
 
