@@ -125,6 +125,7 @@ def main() -> None:
     # XLA takes as many threads as the process may use CPUs, when JAX starts.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
 
+    print(f"{arguments.threads} CPUs; load average at the start {os.getloadavg()[0]:.1f}, which should be near 0")
     print(f"{'case':<16}{'ours ms':>10}{'ORT ms':>10}{'ratio':>8}{'trace s':>10}{'compile s':>11}{'max error':>12}")
     found = []
     for r in results(arguments.only, arguments.repeats, arguments.threads):
