@@ -43,9 +43,9 @@ def assert_equal(
     actual, expected = actual.astype(wide), expected.astype(wide)
     same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
     with np.errstate(all="ignore"):
-        error = np.where(same, 0, np.abs(actual - expected))
+        error = np.where(same, 0, np.where(np.isnan(actual), np.inf, np.abs(actual - expected)))
         near = same | (np.isfinite(expected) & (error <= atol + rtol * np.abs(expected)))
     assert near.all(), (
-        f"{where}: {(~near).sum()} of {near.size} differ, by {np.nanmax(np.where(near, 0, error)):.3g} at most "
+        f"{where}: {(~near).sum()} of {near.size} differ, by {np.max(np.where(near, 0, error)):.3g} at most "
         f"(atol {atol:g}, rtol {rtol:g})"
     )

@@ -162,6 +162,8 @@ def test_gradients_through_doubles(op: str, x64: bool) -> None:
         grad = jax.grad(call)(x)
         assert grad.dtype == np.float32
         np.testing.assert_allclose(grad, wanted, rtol=1e-4, atol=1e-5)
+    batched = jax.grad(lambda xs: jnp.sum(jax.vmap(lambda x: compiled({"x": x})["y"])(xs)))(jnp.stack([x, x]))
+    np.testing.assert_allclose(batched, jnp.stack([wanted, wanted]), rtol=1e-4, atol=1e-5)
 
 
 def half_precision(element: int) -> onnx.ModelProto:

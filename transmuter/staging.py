@@ -24,27 +24,35 @@ def exact_dtypes() -> AbstractContextManager[None]:
 
 
 def differentiated(values: Iterable[Any]) -> bool:
-    """Whether a reverse-mode transform (`grad`, `vjp`) directly around the call follows one of `values`."""
-    return any(type(value).__name__ == "LinearizeTracer" for value in values)
+    """Whether a reverse-mode transform (`grad`, `vjp`) around the call follows one of `values`, through `vmap` too."""
+    return any(map(_is_followed, values))
 
 
-def transposed_exactly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, with its pullback under 64-bit types.
+def _is_followed(value: Any) -> bool:
+    kind = type(value).__name__
+    return kind == "LinearizeTracer" or (kind == "BatchTracer" and _is_followed(value.val))
 
-    A pullback runs after the call, when the caller's setting holds again. JAX's gather then makes float32 zeros for a
-    float64 operand, and fails.
+
+def transposed_exactly(function: Callable[..., Any], *arguments: Any) -> Any:
+    """`function(*arguments)`, with its pullback under 64-bit types.
+
+    A pullback runs after the call, when the caller's setting holds again. With x64 off, JAX then makes float32 zeros
+    for the float64 operand of a gather, or compares int64 indices with int32 bounds, and fails.
     """
+    leaves, structure = jax.tree.flatten(arguments)
+    followed = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
 
-    @jax.custom_vjp
-    def call(*arguments: Any) -> Any:
-        return function(*arguments)
+    def of_followed(values: list[Any]) -> Any:
+        given = dict(zip(followed, values, strict=True))
+        return function(*jax.tree.unflatten(structure, [given.get(i, leaf) for i, leaf in enumerate(leaves)]))
 
-    def forward(*arguments: Any) -> tuple[Any, Any]:
-        return jax.vjp(function, *arguments)
+    def forward(values: list[Any]) -> tuple[Any, Any]:
+        return jax.vjp(of_followed, values)
 
     def backward(pullback: Any, cotangents: Any) -> Any:
         with jax.enable_x64(True):
             return pullback(cotangents)
 
-    call.defvjp(forward, backward)
-    return call
+    exact = jax.custom_vjp(of_followed)
+    exact.defvjp(forward, backward)
+    return exact([leaves[i] for i in followed])

@@ -152,7 +152,10 @@ def _spatial(x: Array) -> tuple[int, ...]:
 
 @operator()
 def GlobalAveragePool(x):
-    return cast(jnp.mean(cast(x, accumulator(x)), _spatial(x), keepdims=True), x.dtype)
+    """A sum of shares, not the share of a sum: XLA merges a last multiplication with what follows without rounding it,
+    and then a Softmax of features around 1e10 subtracts a maximum that none of them has."""
+    share = jnp.reciprocal(cast(jnp.asarray(math.prod(x.shape[2:])), accumulator(x)))
+    return cast(jnp.sum(cast(x, accumulator(x)) * share, _spatial(x), keepdims=True), x.dtype)
 
 
 @operator()

@@ -42,7 +42,7 @@ def run(
     with exact_dtypes():
         followed = [v for v, x in held.items() if not x64 and differentiated([x])]
         call = lambda arrays: model.apply_bound({**held, **dict(zip(followed, arrays))}, outputs=outputs, key=key)
-        return transposed_exactly(call)([held[v] for v in followed]) if followed else call([])
+        return transposed_exactly(call, [held[v] for v in followed]) if followed else call([])
 
 
 def compile(

@@ -186,12 +186,12 @@ class CompiledModel:
                 weights = [
                     _compute(segment, weight, {**params, **buffers}.__getitem__) for weight in executable.weights
                 ]
-            function = executable.function
-            if not x64 and segment.has_doubles and differentiated(jax.tree.leaves((weights, arguments))):
-                function = transposed_exactly(function)
-            started = time.perf_counter()
             leaves = jax.tree.leaves(arguments) if segment.is_nested else arguments
-            flat = function(weights, [*leaves, *extra])
+            started = time.perf_counter()
+            if not x64 and segment.is_wide and (differentiated(leaves) or differentiated(weights)):
+                flat = transposed_exactly(executable.function, weights, [*leaves, *extra])
+            else:
+                flat = executable.function(weights, [*leaves, *extra])
             if segment.calls == 0:
                 segment.compile_seconds = time.perf_counter() - started
             segment.calls += 1

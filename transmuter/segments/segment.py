@@ -17,6 +17,7 @@ from transmuter.lowering.evaluation import HOST, PENDING, Bind, Break, Evaluatio
 from transmuter.model import Model
 from transmuter.segments import preparation
 
+_WIDE = {np.dtype(t) for t in (np.int64, np.uint64, np.float64, np.complex128)}
 SMALL = 16
 """Elements up to which a scalar or vector that decides a shape or a branch enters the signature by itself."""
 
@@ -203,9 +204,9 @@ class Segment:
         return self._executables[own_params]
 
     @functools.cached_property
-    def has_doubles(self) -> bool:
-        """Whether it computes anything in 64-bit floats."""
-        return any(getattr(aval, "dtype", None) in (np.float64, np.complex128) for aval in self._flat.avals)
+    def is_wide(self) -> bool:
+        """Whether it computes anything in 64-bit types."""
+        return any(getattr(aval, "dtype", None) in _WIDE for aval in self._flat.avals)
 
     def constant(self, ref: int) -> Any:
         """A known array that tracing captured: an argument of the executable, not a part of it."""
