@@ -65,7 +65,7 @@ def test_known_traced_and_onnx_runtime_agree(name: str) -> None:
             assert_equal(actual, wanted, where=f"known={known}")
 
 
-@pytest.mark.parametrize("name", CASES.keys() - {"tensor scatter"})
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"tensor scatter"}))
 def test_known_operands_give_known_results(name: str) -> None:
     op, inputs, attributes, more = CASES[name]
     version = more.get("opset", 23)
