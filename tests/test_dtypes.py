@@ -216,3 +216,14 @@ def test_tables_of_64_bit_integers_inside_a_callers_jit() -> None:
     with pytest.raises(transmuter.InputError, match=r"'i'.*1099511627776"):
         small.apply({}, {"i": np.array([2**40])})
     np.testing.assert_array_equal(transmuter.compile(large)({"i": i})["y"], 2 * i + 2**40)
+
+
+def test_products_are_of_full_precision_unless_the_caller_relaxes_it() -> None:
+    weights = constants(w=np.ones((8, 8), np.float32))
+    model = transmuter.load(
+        model_of([helper.make_node("MatMul", ["x", "w"], ["y"])], [info("x", (2, 8))], [info("y", None)], weights)
+    )
+    traced = lambda: str(jax.make_jaxpr(lambda x: model.apply(model.params, {"x": x}))(X))
+    assert "HIGHEST" in traced()
+    with jax.default_matmul_precision("bfloat16"):
+        assert "HIGHEST" not in traced()

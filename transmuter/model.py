@@ -7,6 +7,7 @@ import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -296,9 +297,9 @@ class Model:
                 f"{error} The inputs disagree on a dimension: {'; '.join(clashes)}."
             ) from error.__cause__
 
-    def lowering_dtypes(self) -> _ComputeDtype:
-        """A context in which lowerings compute in the model's compute type."""
-        return _ComputeDtype(self.compute_type)
+    def lowering_dtypes(self) -> AbstractContextManager[None]:
+        """A context in which lowerings compute in the model's compute type, at full precision."""
+        return _lowering(self.compute_type)
 
     def declared(self, value: ir.Value, result: Any) -> Any:
         """A result in the half-precision dtype that the graph declares for it, where the graph computed in float32."""
@@ -409,17 +410,17 @@ class Model:
         jax.eval_shape(trace, [held[v] for v in hidden])
 
 
-class _ComputeDtype:
-    """Sets `arrays.compute_dtype` for a block."""
-
-    def __init__(self, compute_type: str | None):
-        self._dtype = None if compute_type is None else np.dtype(compute_type)
-
-    def __enter__(self) -> None:
-        self._token = compute_dtype.set(self._dtype)
-
-    def __exit__(self, *_: object) -> None:
-        compute_dtype.reset(self._token)
+@contextlib.contextmanager
+def _lowering(compute_type: str | None) -> Iterator[None]:
+    """Sets what lowerings compute in: `arrays.compute_dtype`, and full float32 precision for matrix products and
+    convolutions, unless the caller has chosen another with `jax.default_matmul_precision`."""
+    chosen = jax.config.jax_default_matmul_precision is not None
+    token = compute_dtype.set(None if compute_type is None else np.dtype(compute_type))
+    try:
+        with contextlib.nullcontext() if chosen else jax.default_matmul_precision("highest"):
+            yield
+    finally:
+        compute_dtype.reset(token)
 
 
 @contextlib.contextmanager

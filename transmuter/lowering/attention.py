@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from transmuter.lowering.arrays import Array, cast, dtype, shape_vector, traced
-from transmuter.lowering.linear import PRECISION, accumulator
+from transmuter.lowering.linear import accumulator
 from transmuter.lowering.registry import operator
 
 # ---- the steps of attention ----------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def scores(query: Array, key: Array, scale: float | None = None) -> jax.Array:
     """Scaled products of queries with keys, (batch, heads, queries, keys), in float32 at least."""
     wide = accumulator(query)
     groups = _grouped(query, key.shape[1])
-    products = jnp.einsum("bkgqd,bktd->bkgqt", groups, key, precision=PRECISION, preferred_element_type=wide)
+    products = jnp.einsum("bkgqd,bktd->bkgqt", groups, key, preferred_element_type=wide)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     return products.reshape(*query.shape[:3], key.shape[2]) * jnp.asarray(scale, wide)
 
@@ -74,7 +74,7 @@ def probabilities(scores: jax.Array, sink: Array | None = None) -> jax.Array:
 def mixed(probabilities: Array, value: Array) -> jax.Array:
     """The values in the proportions that the queries give them, in the dtype of `value`."""
     groups, wide = _grouped(cast(probabilities, value.dtype), value.shape[1]), accumulator(value)
-    sums = jnp.einsum("bkgqt,bktd->bkgqd", groups, value, precision=PRECISION, preferred_element_type=wide)
+    sums = jnp.einsum("bkgqt,bktd->bkgqd", groups, value, preferred_element_type=wide)
     return cast(sums, value.dtype).reshape(*probabilities.shape[:3], value.shape[3])
 
 
@@ -228,9 +228,9 @@ def LinearAttention_27(
         if g is not None:
             state = state * jnp.exp(g)[..., None]
         if b is not None:
-            v = b * (v - jnp.einsum("bkdv,bkd->bkv", state, k, precision=PRECISION))
+            v = b * (v - jnp.einsum("bkdv,bkd->bkv", state, k))
         state = state + k[..., :, None] * v[..., None, :]
-        return state, jnp.einsum("bkgd,bkdv->bkgv", q, state, precision=PRECISION)
+        return state, jnp.einsum("bkgd,bkdv->bkgv", q, state)
 
     kept = query.dtype if past_state is None else past_state.dtype
     empty = np.zeros((batch, kv_num_heads, size, value_size), np.float32)

@@ -15,7 +15,7 @@ from jax import lax
 
 from transmuter.lowering import quantization as plain
 from transmuter.lowering.arrays import Array, cast, is_float
-from transmuter.lowering.linear import PRECISION, MatMulInteger
+from transmuter.lowering.linear import MatMulInteger
 from transmuter.lowering.pooling import AveragePool, GlobalAveragePool
 from transmuter.lowering.quantization import dequantized, in_blocks, per_row, quantized, quotient, rescaled, saturated
 from transmuter.lowering.registry import operator
@@ -223,7 +223,7 @@ def _unpacked(packed: Array, bits: int, *, highest_first: bool = False) -> jax.A
 
 def _times_weight(a: Array, weight: Array, contracted: int = 1) -> jax.Array:
     """`a @ weight.T` in float32, or `a @ weight`, contracted with its axis 0."""
-    return lax.dot_general(cast(a, np.float32), weight, (((a.ndim - 1,), (contracted,)), ((), ())), PRECISION)
+    return lax.dot_general(cast(a, np.float32), weight, (((a.ndim - 1,), (contracted,)), ((), ())))
 
 
 @operator(domain=_DOMAIN)

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from transmuter.lowering.arrays import Array, cast, dims, is_float
-from transmuter.lowering.linear import PRECISION, accumulator, activated, centred, exact_terms, matmul
+from transmuter.lowering.linear import accumulator, activated, centred, exact_terms, matmul
 from transmuter.lowering.registry import operator
 from transmuter.lowering.windows import Window, between, window
 
@@ -100,7 +100,6 @@ def _xla(x: Array, kernel: Array, by: Window, layout: tuple[str, str, str], grou
         rhs_dilation=by.dilations,
         dimension_numbers=layout,
         feature_group_count=group,
-        precision=PRECISION,
     )
 
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from transmuter.lowering.arrays import Array, cast, dims, xp
-from transmuter.lowering.linear import PRECISION
 from transmuter.lowering.registry import operator
 
 
@@ -170,7 +169,7 @@ def _interpolate(x: Array, axis: int, index: np.ndarray, weights: np.ndarray) ->
     if axis == x.ndim - 1 and n <= 64 * taps:
         matrix = np.zeros((n, len(index)), x.dtype)
         np.add.at(matrix, (index.T, np.arange(len(index))), weights.T)
-        return jnp.matmul(x, matrix, precision=PRECISION)
+        return jnp.matmul(x, matrix)
     terms = (jnp.take(x, i, axis, mode="clip") * _along(axis, x, w) for i, w in zip(index.T, weights.T, strict=True))
     return functools.reduce(jnp.add, terms)
 
@@ -338,7 +337,7 @@ def AffineGrid(theta, size, *, align_corners):
         centers = [np.linspace(-1, 1, n) for n in lengths]
     points = np.stack([*reversed(np.meshgrid(*centers, indexing="ij")), np.ones(lengths)], axis=-1)
     flat = points.reshape(-1, points.shape[-1])
-    grid = jnp.matmul(flat.astype(_wide(theta).dtype), jnp.swapaxes(_wide(theta), 1, 2), precision=PRECISION)
+    grid = jnp.matmul(flat.astype(_wide(theta).dtype), jnp.swapaxes(_wide(theta), 1, 2))
     return cast(grid.reshape(theta.shape[0], *lengths, len(lengths)), theta.dtype)
 
 

@@ -12,9 +12,6 @@ from jax import lax
 from transmuter.lowering.arrays import Array, cast, is_float, is_known
 from transmuter.lowering.registry import find, operator
 
-PRECISION = lax.Precision.HIGHEST
-"""Of every matrix product and convolution: full float32 on GPU and TPU too."""
-
 
 def accumulator(x: Array) -> np.dtype:
     """The dtype in which a sum of products of `x` is accumulated: float32 for float16 and bfloat16."""
@@ -23,7 +20,7 @@ def accumulator(x: Array) -> np.dtype:
 
 def matmul(a: Array, b: Array) -> jax.Array:
     """The matrix product as NumPy defines it, accumulated in float32 for halves."""
-    return cast(jnp.matmul(a, b, precision=PRECISION, preferred_element_type=accumulator(a)), a.dtype)
+    return cast(jnp.matmul(a, b, preferred_element_type=accumulator(a)), a.dtype)
 
 
 @operator()
@@ -34,7 +31,7 @@ def MatMul(a, b):
 @operator()
 def Einsum(*xs, equation):
     wide = accumulator(xs[0])
-    return cast(jnp.einsum(equation, *xs, precision=PRECISION, preferred_element_type=wide), xs[0].dtype)
+    return cast(jnp.einsum(equation, *xs, preferred_element_type=wide), xs[0].dtype)
 
 
 @operator()
@@ -53,7 +50,7 @@ def Gemm(a, b, c, *, alpha, beta, transA, transB, broadcast):
 @operator()
 def Gemm_7(a, b, c=None, *, alpha, beta, transA, transB):
     contracted = ((0 if transA else 1,), (1 if transB else 0,))
-    y = lax.dot_general(a, b, (contracted, ((), ())), precision=PRECISION, preferred_element_type=accumulator(a))
+    y = lax.dot_general(a, b, (contracted, ((), ())), preferred_element_type=accumulator(a))
     y = _scaled(y, alpha)
     if c is not None:
         y = y + _scaled(cast(c, y.dtype), beta)
@@ -94,7 +91,7 @@ def integer_matmul(a: Array, b: Array) -> jax.Array:
     step = exact_terms(a, b)
     a, b = cast(a, np.float32), cast(b, np.float32)
     pieces = [slice(i, i + step) for i in range(0, max(a.shape[-1], 1), step)]
-    return sum(cast(jnp.matmul(a[..., p], b[..., p, :], precision=PRECISION), np.int32) for p in pieces)
+    return sum(cast(jnp.matmul(a[..., p], b[..., p, :]), np.int32) for p in pieces)
 
 
 @operator()
@@ -134,7 +131,7 @@ def _matrices(x: Array, transpose: int, transpose_batch: int) -> Array:
 @operator("FusedMatMul", "TransposeMatMul", domain="com.microsoft")
 def _fused_matmul(a, b, *, transA=0, transB=0, transBatchA=0, transBatchB=0, alpha=1.0):
     a, b = _matrices(a, transA, transBatchA), _matrices(b, transB, transBatchB)
-    y = jnp.matmul(a, b, precision=PRECISION, preferred_element_type=accumulator(a))
+    y = jnp.matmul(a, b, preferred_element_type=accumulator(a))
     return cast(_scaled(y, alpha), a.dtype)
 
 
@@ -181,7 +178,7 @@ def FusedGemm(
 
 @operator(domain="com.microsoft")
 def GemmFastGelu(x, w, bias=None):
-    y = jnp.matmul(x, w, precision=PRECISION, preferred_element_type=accumulator(x))
+    y = jnp.matmul(x, w, preferred_element_type=accumulator(x))
     if bias is not None:
         y = y + cast(bias, y.dtype)
     return cast(jax.nn.gelu(y, approximate=True), x.dtype)

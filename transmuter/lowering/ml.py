@@ -16,7 +16,6 @@ import numpy as np
 from jax import lax
 
 from transmuter.lowering.arrays import Array, NeedsContents, cast, contents, is_float, is_string, xp
-from transmuter.lowering.linear import PRECISION
 from transmuter.lowering.registry import operator
 
 _DOMAIN = "ai.onnx.ml"
@@ -288,7 +287,7 @@ def _labels(place: jax.Array, int64s: Sequence[int] | None, strings: Sequence[st
 
 
 def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b, precision=PRECISION)
+    return jnp.matmul(a, b)
 
 
 # ---- linear models --------------------------------------------------------------------------------------------------
@@ -422,7 +421,7 @@ def _coupled(wins: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
     q = jnp.where(jnp.eye(count, dtype=bool), diagonal[:, :, None], q)
 
     def improve(p: jax.Array, _: None) -> tuple[jax.Array, None]:
-        qp = jnp.einsum("nij,nj->ni", q, p, precision=PRECISION)
+        qp = jnp.einsum("nij,nj->ni", q, p)
         total = jnp.sum(p * qp, axis=1)
         done = jnp.max(jnp.abs(qp - total[:, None]), axis=1) < 0.005 / count
         better = p

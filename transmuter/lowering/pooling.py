@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from transmuter.lowering.arrays import Array, cast, contents, dims, traced
-from transmuter.lowering.linear import PRECISION, accumulator
+from transmuter.lowering.linear import accumulator
 from transmuter.lowering.registry import operator
 from transmuter.lowering.windows import Window, between, strided, window
 
@@ -298,6 +298,6 @@ def _weighted(image: jax.Array, batch: jax.Array, rows: jax.Array, columns: jax.
 
     def one(region):
         index, row, column = region
-        return jnp.einsum("ih,hwc,jw->ijc", row, image[index], column, precision=PRECISION)
+        return jnp.einsum("ih,hwc,jw->ijc", row, image[index], column)
 
     return lax.map(one, (batch, rows, columns))

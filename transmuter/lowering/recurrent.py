@@ -14,7 +14,7 @@ from jax import lax
 
 from transmuter.lowering.arrays import cast, traced
 from transmuter.lowering.control_flow import varying, varying_axes
-from transmuter.lowering.linear import PRECISION, accumulator
+from transmuter.lowering.linear import accumulator
 from transmuter.lowering.registry import operator
 
 Function: TypeAlias = Callable[[jax.Array], jax.Array]
@@ -154,7 +154,7 @@ def _wide(*operands: jax.Array | None) -> list[Any]:
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return jnp.matmul(x, weight, precision=PRECISION)
+    return jnp.matmul(x, weight)
 
 
 def _biases(B: jax.Array | None, R: jax.Array) -> jax.Array:
