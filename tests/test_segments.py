@@ -365,3 +365,54 @@ def test_two_calls_of_a_random_function_draw_different_numbers() -> None:
     model = transmuter.load(proto)
     for outputs in (transmuter.run(model, {"x": X}), transmuter.compile(model)(X)):
         assert not np.allclose(outputs["y"], outputs["z"])
+
+
+# ---- awkward combinations ------------------------------------------------------------------------------------------
+
+
+def test_a_data_dependent_branch_that_captures_strings() -> None:
+    branches = {
+        f"{b}_branch": helper.make_graph(
+            [helper.make_node("StringConcat", ["s", "s"] if b == "then" else ["s", "t"], ["r"])],
+            b,
+            [],
+            [info("r", None, TensorProto.STRING)],
+        )
+        for b in ("then", "else")
+    }
+    nodes = [
+        helper.make_node("ReduceMax", ["x"], ["m"], keepdims=0),
+        helper.make_node("Greater", ["m", "zero"], ["flag"]),
+        helper.make_node("If", ["flag"], ["y"], **branches),
+    ]
+    inputs = [info("x", ("n", 8)), info("s", (None,), TensorProto.STRING), info("t", (None,), TensorProto.STRING)]
+    outputs = [info("y", None, TensorProto.STRING), info("s", (None,), TensorProto.STRING)]
+    zero = numpy_helper.from_array(np.float32(0), "zero")
+    model = transmuter.load(model_of(nodes, inputs, outputs, [zero], opset=20))
+    compiled = transmuter.compile(model)
+    for x, y in ((X, "aa"), (-abs(X), "ab")):
+        for call in (compiled, lambda inputs: transmuter.run(model, inputs)):
+            results = call({"x": x, "s": ["a"], "t": ["b"]})
+            assert results["y"].tolist() == [y]
+            assert results["s"].tolist() == ["a"]
+
+
+def test_vmap_over_what_decides_a_shape_is_named() -> None:
+    nodes = [helper.make_node("Reshape", ["x", "shape"], ["y"])]
+    model = transmuter.load(
+        model_of(nodes, [info("x", (4, 8)), info("shape", (None,), TensorProto.INT64)], [info("y", None)])
+    )
+    compiled = transmuter.compile(model)
+    compiled({"x": X, "shape": np.array([8, 4])})
+    with pytest.raises(GraphBreakError, match="'shape' decides a shape"):
+        jax.vmap(lambda shape: compiled({"x": X, "shape": shape})["y"])(jnp.array([[8, 4], [4, 8]]))
+
+
+def test_what_a_jit_around_bakes_in_is_warned_of_once() -> None:
+    weight = numpy_helper.from_array(np.zeros((2048, 2100), np.float32), "w")
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    compiled = transmuter.compile(transmuter.load(model_of(nodes, [info("x", (1, 2048))], [info("y", None)], [weight])))
+    call = jax.jit(lambda x: compiled({"x": x})["y"])
+    with pytest.warns(UserWarning, match="16 MiB of the model's weights become constants"):
+        call(jnp.ones((1, 2048)))
+    call(jnp.zeros((1, 2048)))

@@ -234,7 +234,7 @@ class Model:
         if params is None or buffers is None:
             params = self.params if params is None else params
             buffers = self.buffers if buffers is None else buffers
-            self._warn_of_baking(buffers)
+            self.warn_of_baking(buffers)
         values = {v: x if known and isinstance(x, np.ndarray) else _to_jax(v.name, x) for v, x in held.items()}
         if self.unsupported_operators:
             self._check_supported(values, wanted)
@@ -385,13 +385,14 @@ class Model:
 
         return summary(self)
 
-    def _warn_of_baking(self, buffers: Mapping[str, jax.Array]) -> None:
-        size = sum(b.nbytes for b in buffers.values())
+    def warn_of_baking(self, weights: Mapping[str, jax.Array]) -> None:
+        """Warns once if a `jit` around the call makes constants of many bytes of the model's own weights."""
+        size = sum(w.nbytes for w in weights.values())
         if size > _BAKED_WARNING and not self._warned and staged():
             self._warned = True
             warnings.warn(
-                f"{size >> 20} MiB of the model's buffers become constants of the surrounding jit. "
-                "Pass buffers=model.buffers as an argument of the jitted function instead.",
+                f"{size >> 20} MiB of the model's weights become constants of the surrounding jit. Pass model.params "
+                "and model.buffers as arguments of the jitted function, and on as params= and buffers=.",
                 stacklevel=4,
             )
 

@@ -363,6 +363,9 @@ class Evaluation:
             if isinstance(item, Bind):
                 self._bind_outputs(item, scope, waiting)
                 continue
+            if self._is_decided(item, scope):
+                waiting += self._inline_if(item, scope)
+                continue
             states = [scope[v] for v in self.program.operands(item)]
             if any(state is PENDING for state in states):
                 self._wait(item, scope, waiting)
@@ -371,10 +374,7 @@ class Evaluation:
                 if any(state is HOST for state in states):
                     position = next((i for i, v in enumerate(item.inputs) if v is not None and scope[v] is HOST), 0)
                     raise Break(item, position, "a string, which only exists outside of compiled segments")
-                if item.op_type == "If" and _domain(item) == "" and self.breaks is not None:
-                    waiting += self._inline_if(item, scope)
-                else:
-                    self.node(item, scope)
+                self.node(item, scope)
             except Break as needed:
                 if self.breaks is None:
                     raise self._error(needed) from None
@@ -429,16 +429,22 @@ class Evaluation:
         if any(scope[source] is PENDING for source in bind.sources):
             waiting.append(bind)
 
-    def _inline_if(self, node: ir.Node, scope: Scope) -> list[Work]:
-        """Runs the branch of a known condition as part of the graph around it, so that a break inside breaks only
-        what depends on it. Returns what waits."""
-        condition = contents(scope[node.inputs[0]])
-        if condition is None and self.promote is not None:
+    def _is_decided(self, node: ir.Node, scope: Scope) -> bool:
+        """Whether `node` is an `If` to inline: one whose condition is known, or can be made so."""
+        if self.breaks is None or node.op_type != "If" or _domain(node) != "":
+            return False
+        condition = scope[node.inputs[0]]
+        if condition is PENDING or condition is HOST:
+            return False
+        if contents(condition) is None and self.promote is not None:
             self.promote([node.inputs[0]])
-        if condition is None:
-            self.node(node, scope)  # both branches, or a break
-            return []
-        branch = node.attributes["then_branch" if condition.reshape(()) else "else_branch"].as_graph()
+        return contents(condition) is not None
+
+    def _inline_if(self, node: ir.Node, scope: Scope) -> list[Work]:
+        """Runs the branch of a known condition as part of the graph around it, so that a break inside, or a value that
+        waits, holds up only what depends on it. Returns what waits."""
+        taken = bool(contents(scope[node.inputs[0]]).reshape(()))
+        branch = node.attributes["then_branch" if taken else "else_branch"].as_graph()
         waiting = self.run(self.program.work(branch, branch.outputs), scope)
         self._bind_outputs(Bind(tuple(node.outputs), tuple(branch.outputs)), scope, waiting)
         return waiting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import OrderedDict
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 import onnx_ir as ir
 
-from transmuter.errors import InputError
+from transmuter.errors import GraphBreakError, InputError
 from transmuter.lowering.arrays import contents
 from transmuter.lowering.evaluation import Evaluation
 from transmuter.model import Model
@@ -75,8 +76,10 @@ class CompiledModel:
         self._roots: dict[tuple[tuple[ir.Value, bool], ...], Stage] = {}
         self._segments: dict[int, OrderedDict[tuple[Stage, Signature], Segment]] = {}
         self._prepared: dict[str, jax.Array] = {}
-        self._hits = self._misses = self._evictions = self._calls = 0
-        self._lock = threading.RLock()
+        self._hits = self._misses = self._evictions = 0
+        self._calls = itertools.count()
+        self._lock = threading.Lock()
+        self._building = threading.RLock()
 
     def __call__(
         self,
@@ -105,6 +108,8 @@ class CompiledModel:
         model = self.model
         if staged():
             own = model.params if params is None else params
+            if params is None:
+                model.warn_of_baking(own)
             return model.apply(own, given, buffers=buffers, key=key, outputs=list(self._wanted))
         held = model.bind_inputs(given)
         x64 = jax.config.jax_enable_x64
@@ -167,14 +172,12 @@ class CompiledModel:
             model.check_weights("buffer", buffers)
         extra = []
         if model.is_random:
-            extra = [
-                jax.random.key(model.seed) if key is None else key,
-                np.uint32(0 if key is not None else self._calls),
-            ]
-            self._calls += 1
+            number = next(self._calls) if key is None else 0
+            extra = [jax.random.key(model.seed) if key is None else key, np.uint32(number)]
         state: dict[ir.Value, Any] = {value: _widened(value, array) for value, array in held.items()}
         stage = self._root(state)
-        results: dict[str, Any] = {}
+        # Strings that are returned as they are given pass no segment.
+        results: dict[str, Any] = {n: state[v] for n, v in self._wanted.items() if v in state and is_host(state[v])}
         while True:
             segment, arguments = self._segment(stage, state, params, own)
             executable = segment.executable(own_params=own)
@@ -232,20 +235,20 @@ class CompiledModel:
     ) -> tuple[Segment, list[Any]]:
         """The segment that continues from `stage` with values of these shapes, and its arguments."""
         while True:
-            static = {v: contents(state[v]) for v in stage.arrays if v in stage.static} if stage.static else {}
+            static = {v: _readable(v, state[v]) for v in stage.arrays if v in stage.static} if stage.static else {}
             arguments = [state[v] for v in stage.arrays if v not in static]
             signature = Signature(
                 tuple(_shape(x) for x in arguments),
                 tuple((v.name, x.dtype.str, x.shape, x.tobytes()) for v, x in static.items()),
                 None if own else tuple(str(p.dtype) for p in params.values()),
             )
-            cache = self._segments.setdefault(stage.depth, OrderedDict())
-            segment = cache.get((stage, signature))
+            segment = self._find(stage, signature)
             if segment is not None:
-                self._hits += 1
-                cache.move_to_end((stage, signature))
                 return segment, arguments
-            with self._lock:
+            with self._building:
+                segment = self._find(stage, signature)  # another thread may have built it meanwhile
+                if segment is not None:
+                    return segment, arguments
                 avals = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x) for x in arguments]
                 weights = self.model.shapes["param"] if own else params
                 try:
@@ -253,12 +256,26 @@ class CompiledModel:
                 except Promote as needed:
                     stage.static |= needed.values
                     continue
-                self._misses += 1
-                cache[stage, signature] = segment
-                while len(cache) > self.cache_size:
-                    cache.popitem(last=False)
-                    self._evictions += 1
+                self._keep(segment)
                 return segment, arguments
+
+    def _find(self, stage: Stage, signature: Signature) -> Segment | None:
+        with self._lock:
+            cache = self._segments.get(stage.depth)
+            if cache is None or (stage, signature) not in cache:
+                return None
+            self._hits += 1
+            cache.move_to_end((stage, signature))
+            return cache[stage, signature]
+
+    def _keep(self, segment: Segment) -> None:
+        with self._lock:
+            self._misses += 1
+            cache = self._segments.setdefault(segment.stage.depth, OrderedDict())
+            cache[segment.stage, segment.signature] = segment
+            while len(cache) > self.cache_size:
+                cache.popitem(last=False)
+                self._evictions += 1
 
     def _run_breaks(
         self,
@@ -282,6 +299,9 @@ class CompiledModel:
             Evaluation(model.program).run(nodes, scope)
         for node in nodes:
             state.update({value: scope.values[value] for value in node.outputs})
+        for bind in segment.binds:
+            scope.values.update({v: scope[source] for v, source in zip(bind.outputs, bind.sources, strict=True)})
+            state.update({v: scope.values[v] for v in bind.outputs})
 
     def _after(self, segment: Segment, state: Mapping[ir.Value, Any]) -> Stage:
         """What is left after the segment and its breaks, given the values that there are now."""
@@ -298,7 +318,7 @@ class CompiledModel:
 
     def _prepare(self, segment: Segment, executable: Executable) -> None:
         """Computes the prepared weights that the segment needs and no other has computed yet."""
-        with self._lock:
+        with self._building:
             as_they_are = {weight.key for weight in executable.weights} | self._prepared.keys()
             for weight in executable.weights:
                 if weight.key in self._prepared:
@@ -316,6 +336,18 @@ def _compute(segment: Segment, weight: Weight, original: Callable[[str], Any]) -
         ref: original(name) if name else jax.numpy.asarray(segment.constant(ref)) for ref, name in weight.sources
     }
     return evaluate(weight.operations, environment, [weight.ref])[0]
+
+
+def _readable(value: ir.Value, array: Any) -> np.ndarray:
+    """The contents of a value that decides a shape or a branch."""
+    held = contents(array)
+    if held is None:
+        raise GraphBreakError(
+            f"{value.name!r} decides a shape or a branch, but a JAX transform around the call (vmap) hides its "
+            "contents. Give it as a NumPy array that the transform does not map over.",
+            operand=value.name or "",
+        )
+    return held
 
 
 def _shape(value: Any) -> Any:

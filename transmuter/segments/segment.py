@@ -65,6 +65,7 @@ class Segment:
         stage: What it starts from.
         nodes: How many nodes it evaluates.
         breaks: The nodes to run after it on concrete values, in order.
+        binds: Outputs of inlined branches that exist when those have run.
         after: The stage after those have run; None before they have run once.
         is_nested: Whether an argument is a sequence, or absent.
         trace_seconds, compile_seconds: What building it took; compiling includes the first run.
@@ -83,6 +84,7 @@ class Segment:
         self.model, self.stage, self.signature, self.static = model, stage, signature, dict(static)
         self.calls, self.compile_seconds = 0, 0.0
         self.breaks: list[Break] = []
+        self.binds: list[Bind] = []
         self.after: Stage | None = None
         self.carried: list[ir.Value] = []
         self.emitted: list[str] = []
@@ -160,7 +162,14 @@ class Segment:
         """Sorts what the segment has computed into what it hands on and what is a requested output."""
         stage = self.stage
         broken = [needed.node for needed in self.breaks]
-        self.after_work = [w for w in waiting if w not in broken or _decides_branch(w)]
+        there = {v for node in broken if not _decides_branch(node) for v in node.outputs}
+        self.after_work: list[Work] = []
+        for item in waiting:
+            if isinstance(item, Bind) and all(v in there or scope[v] is not PENDING for v in item.sources):
+                self.binds.append(item)
+                there.update(item.outputs)
+            elif item not in broken or _decides_branch(item):
+                self.after_work.append(item)
         needed: dict[ir.Value, None] = {}
         for item in waiting:
             values = item.sources if isinstance(item, Bind) else self.model.program.operands(item)
