@@ -351,6 +351,7 @@ class Evaluation:
         promote: Callable[[Sequence[ir.Value]], None] | None = None,
     ):
         self.program, self.breaks, self.unsupported, self.promote = program, breaks, unsupported, promote
+        self.evaluated = 0
 
     def run(self, work: Sequence[Work], scope: Scope, keep: frozenset[ir.Value] | None = None) -> list[Work]:
         """Evaluates `work` in `scope` and returns what waits for a break.
@@ -375,6 +376,7 @@ class Evaluation:
                     position = next((i for i, v in enumerate(item.inputs) if v is not None and scope[v] is HOST), 0)
                     raise Break(item, position, "a string, which only exists outside of compiled segments")
                 self.node(item, scope)
+                self.evaluated += 1
             except Break as needed:
                 if self.breaks is None:
                     raise self._error(needed) from None

@@ -114,7 +114,7 @@ class Segment:
                 evaluating = Evaluation(model.program, breaks=self.breaks, unsupported={}, promote=self._promote(held))
                 waiting = evaluating.run(stage.work, scope)
                 evaluating.refuse_unsupported(waiting, scope)
-                self.nodes = len(stage.work) - len(waiting)
+                self.nodes = evaluating.evaluated
                 return self._results(scope, waiting, structure)
 
         key = count = None
