@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from building import info, model_of
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
@@ -247,6 +247,7 @@ def test_truncated_at_any_byte() -> None:
             transmuter.load(data[:length])
 
 
+@example([(27, 128)])
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=8))
 def test_corrupted_bytes_never_raise_anything_else(changes: list[tuple[int, int]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import jax
@@ -416,3 +417,73 @@ def test_what_a_jit_around_bakes_in_is_warned_of_once() -> None:
     with pytest.warns(UserWarning, match="16 MiB of the model's weights become constants"):
         call(jnp.ones((1, 2048)))
     call(jnp.zeros((1, 2048)))
+
+
+@pytest.mark.parametrize("size", [3, 17])
+def test_small_float_inputs_keep_their_gradient_through_a_break(size: int) -> None:
+    nodes = [
+        helper.make_node("Relu", ["x"], ["r"]),
+        helper.make_node("NonZero", ["r"], ["places"]),
+        helper.make_node("Transpose", ["places"], ["indices"], perm=[1, 0]),
+        helper.make_node("GatherND", ["r", "indices"], ["y"]),
+    ]
+    model = transmuter.load(model_of(nodes, [info("x", (None,))], [info("y", None)]))
+    compiled = transmuter.compile(model)
+    x = jnp.asarray(RNG.standard_normal(size).astype(np.float32))
+    grad = jax.grad(lambda x: jnp.sum(compiled({"x": x})["y"] ** 2))(x)
+    np.testing.assert_allclose(grad, 2 * np.maximum(x, 0), rtol=1e-5)
+    misses = compiled.cache_info().misses
+    compiled({"x": x * 2})
+    assert compiled.cache_info().misses == misses
+
+
+def test_a_table_of_integers_decides_shapes() -> None:
+    """Up to 1024 integers are known values, however they were stored."""
+    table = numpy_helper.from_array(np.arange(20, dtype=np.int64), "table")
+    bounds = [numpy_helper.from_array(np.array([n]), name) for n, name in ((4, "four"), (5, "five"), (8, "eight"))]
+    nodes = [
+        helper.make_node("Slice", ["table", "four", "five"], ["rows"]),
+        helper.make_node("Concat", ["rows", "eight"], ["shape"], axis=0),
+        helper.make_node("Reshape", ["x", "shape"], ["y"]),
+    ]
+    model = transmuter.load(
+        model_of(nodes, [info("x", (None,))], [info("y", None)], [table, *bounds]).SerializeToString()
+    )
+    assert model.buffers == {}
+    y = jax.jit(lambda x: model.apply({}, {"x": x})["y"])(jnp.zeros(32))
+    assert y.shape == (4, 8)
+
+
+def test_a_lowering_that_is_registered_late_is_found() -> None:
+    nodes = [helper.make_node("Swirl", ["x"], ["y"], domain="com.late")]
+    imports = [helper.make_opsetid("", 18), helper.make_opsetid("com.late", 1)]
+    proto = model_of(nodes, [info("x", ("n", 8))], [info("y", None)], opset_imports=imports)
+    model = transmuter.load(proto)
+    with pytest.raises(transmuter.UnsupportedOperatorError):
+        transmuter.run(model, {"x": X})
+    for factor in (2.0, 3.0):  # as a notebook's cell does that runs twice
+
+        @transmuter.lowering.operator(domain="com.late")
+        def Swirl(x, *, factor=factor):
+            return x * factor
+
+        np.testing.assert_allclose(
+            transmuter.run(transmuter.load(model_proto(nodes, imports)), {"x": X})["y"], X * factor
+        )
+    np.testing.assert_allclose(transmuter.run(model, {"x": X})["y"], X * 3)
+    with pytest.raises(ValueError, match=r"ai\.onnx::Tile from version 6 already has a lowering"):
+        transmuter.lowering.operator("Tile_6")(Swirl)
+
+
+def test_models_say_that_they_cannot_be_pickled() -> None:
+    model = plain()
+    for thing in (model, transmuter.compile(model)):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            copy.deepcopy(thing)
+
+
+def test_inputs_in_order() -> None:
+    compiled = transmuter.compile(plain(), [X])
+    expected = np.asarray(compiled({"x": X})["y"])
+    for result in (compiled(X), compiled([X]), compiled((X,))):
+        np.testing.assert_array_equal(result["y"], expected)

@@ -17,8 +17,7 @@ def fetch_model(address: str) -> Path:
 
     Args:
         address: `hf://org/repo/path.onnx`, or `hf://org/repo@revision/path.onnx`. Token, endpoint, cache folder and
-        offline
-            mode are those of huggingface_hub (`HF_TOKEN`, `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_OFFLINE`).
+            offline mode are those of huggingface_hub (`HF_TOKEN`, `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_OFFLINE`).
 
     Raises:
         HubError: The address is malformed, huggingface_hub is not installed, or the file could not be had.
@@ -47,7 +46,7 @@ def fetch(repository: str, path: str, revision: str | None = None) -> Path:
     except ImportError as error:
         raise HubError(
             "huggingface_hub is not installed, and hf:// addresses need it. "
-            "Install it with: pip install 'transmuter[serving]'"
+            "Install Transmuter with its extra `serving`, in its checkout: pip install '.[serving]'"
         ) from error
     where = f"{path!r} of {repository}" + (f" at {revision}" if revision else "")
     try:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import ml_dtypes
@@ -27,6 +27,7 @@ _SMALL = 16
 _SMALL_INTEGERS = 1024
 """The same for integers and booleans, which hold shapes, axes and index tables."""
 _BAKED_WARNING = 16 << 20
+_INTEGERS = {np.dtype(t) for t in "?bhiqBHIQ"}
 _FLOATS = {np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)}
 
 
@@ -64,8 +65,7 @@ def load(
             `"hf://org/repo[@revision]/path/to/model.onnx"` for a file on the Hugging Face Hub.
         trainable: Make every float weight a param. Without it, those of a few elements are constants.
         compute_type: `"float32"` computes float16 and bfloat16 graphs in float32, as ONNX Runtime does on a CPU;
-        inputs,
-            outputs and params keep their dtypes. None computes in the graph's own dtypes.
+            inputs, outputs and params keep their dtypes. None computes in the graph's own dtypes.
         device: Where the weights live; None is JAX's default device.
         seed: Seeds random operators where a call gives no key.
 
@@ -86,7 +86,7 @@ def load(
 
 
 class Model:
-    """An ONNX graph with its weights.
+    """An ONNX graph with its weights. `transmuter.load` makes one.
 
     Attributes:
         inputs: `TensorSpec` of each input that a call must give, by name, in graph order.
@@ -125,9 +125,7 @@ class Model:
             if is_float:
                 large = trainable or array.size > _SMALL
             else:
-                large = array.size > (
-                    _SMALL_INTEGERS if array.dtype.kind in "iub" and array.dtype.isbuiltin else _SMALL
-                )
+                large = array.size > (_SMALL_INTEGERS if array.dtype in _INTEGERS else _SMALL)
             if not large or value in contents_needed or not in_jax(array.dtype):
                 self._constants[value] = array
                 continue
@@ -200,12 +198,11 @@ class Model:
         Args:
             params: Arrays shaped as `model.params`.
             inputs: Arrays by input name, or in the order of `model.inputs`. Under a transform that hides contents,
-            inputs
-                given as NumPy arrays are constants: one that decides a shape or a branch has to be given like this.
+                inputs given as NumPy arrays are constants: one that decides a shape or a branch has to be given so.
             buffers: Arrays shaped as `model.buffers`. None is the model's own, which a `jit` around bakes in.
             key: A JAX random key for random operators. None is that of the model's seed.
-            outputs: Names of graph outputs or of internal values; what they do not need is not run. None is all
-            outputs.
+            outputs: Names of graph outputs or of internal values; what they do not need is not run. None is all of
+                the graph's outputs.
 
         Returns:
             Arrays by output name, in the order asked for. Sequences are lists; strings are NumPy object arrays; maps
@@ -216,6 +213,7 @@ class Model:
             InputError: An input, param or output name is missing or unknown, or an array has the wrong dtype or shape.
             GraphBreakError: A node needs contents that a transform hides.
             UnsupportedOperatorError: The graph needs an operator without a lowering.
+            LoweringError: A node failed: its operands do not fit its operator.
         """
         return self.apply_bound(self.bind_inputs(inputs), params, buffers=buffers, key=key, outputs=outputs)
 
@@ -370,7 +368,7 @@ class Model:
 
     # -- what it holds
 
-    @functools.cached_property
+    @property
     def unsupported_operators(self) -> dict[str, tuple[str, ...]]:
         """Operators of the graph that have no lowering, with the names of their nodes."""
         return self.program.unsupported()
@@ -379,6 +377,9 @@ class Model:
     def operators(self) -> Counter[str]:
         """How many nodes of each operator the model has, in subgraphs and functions too."""
         return Counter(evaluation.operator_name(node) for graph in self._ir.graphs() for node in graph)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("A Model cannot be copied or pickled. Load it again from its source.")
 
     def __repr__(self) -> str:
         from transmuter.inspection import summary
@@ -540,7 +541,7 @@ def accept(spec: TensorSpec, value: Any) -> Any:
             not isinstance(w, int) or not isinstance(g, int) or w == g for w, g in zip(spec.shape, given, strict=False)
         )
         if len(given) != len(spec.shape) or not fixed:
-            raise _wrong(spec, f"has the shape {list(given)}")
+            raise _wrong(spec, f"has the shape {list(given)}", "Give it in that shape.")
     return value
 
 
@@ -551,7 +552,7 @@ def _as_numpy(spec: TensorSpec, value: Any) -> np.ndarray:
     try:
         array = np.asarray(value)
     except Exception as error:
-        raise _wrong(spec, f"is no array ({error})") from error
+        raise _wrong(spec, f"is no array ({str(error).splitlines()[0]})") from error
     if spec.dtype == object:
         if array.dtype.kind in "UTO" and all(isinstance(s, str) for s in array.reshape(-1).tolist()):
             return array.astype(object)
@@ -579,5 +580,5 @@ def _plain(value: Any) -> Any:
     return np.asarray(value) if isinstance(value, np.generic) else value
 
 
-def _wrong(spec: TensorSpec, what: str) -> InputError:
-    return InputError(f"The input {spec.name!r} {what}, but the model takes {spec}. Convert it first.")
+def _wrong(spec: TensorSpec, what: str, advice: str = "Convert it first.") -> InputError:
+    return InputError(f"The input {spec.name!r} {what}, but the model takes {spec}. {advice}")

@@ -390,6 +390,9 @@ def _check_names(graph: onnx.GraphProto, outer: set[str], where: str) -> None:
     own |= {t.values.name for t in graph.sparse_initializer}
     for node in graph.node:
         own.update(name for name in node.output if name)
+    texts = {*own, *(text for n in graph.node for text in (n.op_type, n.domain, n.name, *n.input))}
+    if not all(isinstance(text, str) for text in texts):
+        raise ModelError(f"A name in {where} is no text: the file is damaged. Download or export it again.")
     visible = outer | own
     for node in graph.node:
         for name in node.input:

@@ -1,4 +1,4 @@
-"""The ONNX backend suite: each case runs eagerly, compiled, and with its inputs as known values."""
+"""The ONNX backend suite: each case runs eagerly and compiled, under strict dtype promotion."""
 
 from __future__ import annotations
 

@@ -177,6 +177,7 @@ class Program:
         self._work: dict[Any, tuple[ir.Node, ...]] = {}
         self._bodies: dict[tuple[Any, ...], ir.Function] = {}
         self._random: dict[ir.Graph, bool] = {}
+        self._unsupported: tuple[int, dict[str, tuple[str, ...]]] = (-1, {})
         self._numbers = {node: number for number, node in enumerate(graph.all_nodes())}
 
     def number(self, node: ir.Node) -> int:
@@ -249,13 +250,18 @@ class Program:
 
     def unsupported(self) -> dict[str, tuple[str, ...]]:
         """Operators, anywhere in the graph and its functions, that cannot be lowered, with their nodes' names."""
+        generation, cached = self._unsupported
+        if generation == registry.generation():
+            return cached
         found: dict[str, list[str]] = {}
         scopes = [(self.graph, self.opsets), *((f.graph, f.opset_imports) for f in self.functions.values())]
         for graph, opsets in scopes:
             for node in graph.all_nodes():
                 if not self.is_supported(node, opsets):
                     found.setdefault(operator_name(node), []).append(_label(node))
-        return {name: tuple(nodes) for name, nodes in sorted(found.items())}
+        result = {name: tuple(nodes) for name, nodes in sorted(found.items())}
+        self._unsupported = registry.generation(), result
+        return result
 
     def is_supported(self, node: ir.Node, opsets: Mapping[str, int]) -> bool:
         """Whether the node can be lowered: by a lowering, as a model's function, or as its schema's."""
@@ -271,7 +277,8 @@ class Program:
         bound = self._bound.get(node)
         if bound is None:
             bound = self._bind(node, scope)
-            if not any(a.is_ref() for a in node.attributes.values()):
+            is_supported = bound.lowering is not None or bound.function is not None
+            if is_supported and not any(a.is_ref() for a in node.attributes.values()):
                 self._bound[node] = bound
         return bound
 

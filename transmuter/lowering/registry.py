@@ -91,8 +91,11 @@ def operator(
         for name in names or (function.__name__,):
             base, since = re.fullmatch(r"(.+?)(?:_(\d+))?", name).groups()
             versions = _LOWERINGS.setdefault((domain, base), [])
-            if any(v.since == int(since or 1) for v in versions):
-                raise ValueError(f"{domain}::{name} is registered twice")
+            for other in [v for v in versions if v.since == int(since or 1)]:
+                if _place(other.function) != _place(function):
+                    where = f"{domain or 'ai.onnx'}::{base} from version {other.since}"
+                    raise ValueError(f"{where} already has a lowering, {'.'.join(_place(other.function))}.")
+                versions.remove(other)  # a cell of a notebook or a module that runs again
             versions.append(Lowering(domain, base, int(since or 1), function, known, reads, exact_dtypes))
             versions.sort(key=lambda v: -v.since)
         find.cache_clear()
@@ -101,10 +104,19 @@ def operator(
     return register
 
 
+def _place(function: Callable[..., Any]) -> tuple[str, str]:
+    return function.__module__, function.__qualname__
+
+
 @functools.cache
 def find(domain: str, name: str, version: int) -> Lowering | None:
     """The lowering that holds for an operator at a version of its domain, or None."""
     return next((v for v in _LOWERINGS.get((domain, name), ()) if v.since <= version), None)
+
+
+def generation() -> int:
+    """A number that changes when a lowering is registered."""
+    return sum(map(len, _LOWERINGS.values()))
 
 
 def registered() -> list[Lowering]:

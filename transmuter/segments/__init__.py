@@ -36,6 +36,7 @@ def run(
     Raises:
         InputError: An input has the wrong name, dtype or shape.
         UnsupportedOperatorError: The graph needs an operator without a lowering; nothing has run then.
+        LoweringError: A node failed: its operands do not fit its operator.
     """
     held = model.bind_inputs(inputs)
     x64 = jax.config.jax_enable_x64
@@ -61,11 +62,16 @@ def compile(
         cache_size: For how many signatures (shapes, dtypes, contents of static inputs) each segment stays compiled;
             those used least recently go first.
         static_inputs: Inputs whose contents are part of the signature, so that what depends on them is computed while
-            tracing. Scalars and short vectors that decide a shape or a branch are static by themselves.
+            tracing. Integer and boolean scalars and short vectors that decide a shape or a branch are static by
+            themselves. No gradient flows to a static input.
         outputs: Names of graph outputs or internal values; what they do not need is not compiled. None is all outputs.
+
+    Returns:
+        The compiled model; call it with a dict of inputs.
 
     Raises:
         InputError: A name is unknown, or an example input does not fit.
+        UnsupportedOperatorError, LoweringError: What a call raises, where example inputs are given.
     """
     compiled = CompiledModel(model, cache_size=cache_size, static_inputs=static_inputs, outputs=outputs)
     if example_inputs is not None:

@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -53,6 +53,10 @@ class CompiledModel:
     Without `params` the model's own are used, prepared once; given params are arguments like the inputs, so that
     gradients with respect to them are exact. Inside a caller's `jit`, `checkpoint`, `scan` or `export` it behaves as
     `model.apply`.
+
+    Attributes:
+        model: The model that it was compiled from.
+        cache_size: For how many signatures each segment stays compiled.
     """
 
     def __init__(
@@ -91,8 +95,8 @@ class CompiledModel:
         """Runs the model.
 
         Args:
-            inputs: One dict of arrays by input name, or the arrays in the order of `model.inputs`. Any shapes that the
-                graph accepts: new ones are compiled on their first call.
+            inputs: One dict of arrays by input name, or the arrays in the order of `model.inputs`, one by one or as a
+                list. Any shapes that the graph accepts: new ones are compiled on their first call.
             params: Arrays shaped as `model.params`; None is the model's own.
             buffers: Arrays shaped as `model.buffers`; None is the model's own.
             key: A JAX random key. None draws anew with each call, from the model's seed.
@@ -102,9 +106,12 @@ class CompiledModel:
 
         Raises:
             InputError: An input or param has the wrong name, dtype or shape.
-            GraphBreakError: The graph breaks at a node whose operand a transform around the call hides.
+            UnsupportedOperatorError: The graph needs an operator without a lowering; nothing has run then.
+            LoweringError: A node failed: its operands do not fit its operator.
+            GraphBreakError: The graph breaks at a node whose operand a transform around the call hides: `jit`, `vmap`,
+                `checkpoint`, `scan`, `shard_map`, `export`. `grad` alone hides nothing.
         """
-        given = inputs[0] if len(inputs) == 1 and isinstance(inputs[0], Mapping) else inputs
+        given = inputs[0] if len(inputs) == 1 and isinstance(inputs[0], (Mapping, list, tuple)) else inputs
         model = self.model
         if staged():
             own = model.params if params is None else params
@@ -115,6 +122,12 @@ class CompiledModel:
         x64 = jax.config.jax_enable_x64
         with exact_dtypes():
             return self._run(held, params, buffers, key, x64=x64)
+
+    def __repr__(self) -> str:
+        return f"CompiledModel({', '.join(map(str, self.model.inputs.values()))}; {len(self.segments)} segments)"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("A CompiledModel cannot be copied or pickled. Compile the model again.")
 
     # -- what it has done
 

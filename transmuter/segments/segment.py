@@ -12,14 +12,15 @@ import jax
 import numpy as np
 import onnx_ir as ir
 
-from transmuter.lowering.arrays import in_jax, is_known, traced
+from transmuter.lowering.arrays import in_jax, is_float, is_known, traced
 from transmuter.lowering.evaluation import HOST, PENDING, Bind, Break, Evaluation, Work
 from transmuter.model import Model
 from transmuter.segments import preparation
 
 _WIDE = {np.dtype(t) for t in (np.int64, np.uint64, np.float64, np.complex128)}
 SMALL = 16
-"""Elements up to which a scalar or vector that decides a shape or a branch enters the signature by itself."""
+"""Elements up to which an integer or boolean scalar or vector that decides a shape or a branch enters the signature by
+itself."""
 
 
 @dataclass(eq=False)
@@ -142,8 +143,8 @@ class Segment:
                         if array is HOST or array is PENDING:
                             return
                         continue
-                    if not isinstance(array, jax.Array) or array.ndim > 1 or array.size > SMALL:
-                        return
+                    if not isinstance(array, jax.Array) or array.ndim > 1 or array.size > SMALL or is_float(array):
+                        return  # contents of a float would hide it from a gradient
                     found.add(value)
                     continue
                 if self.model.is_constant(value):
