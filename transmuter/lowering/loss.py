@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from transmuter.lowering.arrays import Array, cast
+from transmuter.lowering.elementwise import widened
 from transmuter.lowering.registry import operator
-
-
-def _wide(x: Array) -> Array:
-    return x if x.dtype == np.float64 else cast(x, np.float32)
 
 
 def _negative_log_likelihood(
@@ -35,12 +31,12 @@ def _negative_log_likelihood(
 
 @operator()
 def NegativeLogLikelihoodLoss(input, target, weight=None, *, ignore_index, reduction):
-    weight = None if weight is None else _wide(weight)
-    return cast(_negative_log_likelihood(_wide(input), target, weight, ignore_index, reduction), input.dtype)
+    weight = None if weight is None else widened(weight)
+    return cast(_negative_log_likelihood(widened(input), target, weight, ignore_index, reduction), input.dtype)
 
 
 @operator()
 def SoftmaxCrossEntropyLoss(scores, labels, weights=None, *, ignore_index, reduction):
-    log_prob = jax.nn.log_softmax(_wide(scores), axis=1)
+    log_prob = jax.nn.log_softmax(widened(scores), axis=1)
     loss = NegativeLogLikelihoodLoss(log_prob, labels, weights, ignore_index=ignore_index, reduction=reduction)
     return cast(loss, scores.dtype), cast(log_prob, scores.dtype)
