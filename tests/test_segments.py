@@ -467,9 +467,7 @@ def test_a_lowering_that_is_registered_late_is_found() -> None:
         def Swirl(x, *, factor=factor):
             return x * factor
 
-        np.testing.assert_allclose(
-            transmuter.run(transmuter.load(model_proto(nodes, imports)), {"x": X})["y"], X * factor
-        )
+        np.testing.assert_allclose(transmuter.run(transmuter.load(proto), {"x": X})["y"], X * factor)
     np.testing.assert_allclose(transmuter.run(model, {"x": X})["y"], X * 3)
     with pytest.raises(ValueError, match=r"ai\.onnx::Tile from version 6 already has a lowering"):
         transmuter.lowering.operator("Tile_6")(Swirl)
@@ -487,3 +485,142 @@ def test_inputs_in_order() -> None:
     expected = np.asarray(compiled({"x": X})["y"])
     for result in (compiled(X), compiled([X]), compiled((X,))):
         np.testing.assert_array_equal(result["y"], expected)
+
+
+def test_a_static_input_that_is_differentiated_is_refused() -> None:
+    nodes = [helper.make_node("Mul", ["x", "s"], ["y"])]
+    model = transmuter.load(model_of(nodes, [info("x", (3,)), info("s", ())], [info("y", None)]))
+    compiled = transmuter.compile(model, static_inputs=["s"])
+    x, s = jnp.ones(3), jnp.float32(3)
+    np.testing.assert_allclose(jax.grad(lambda x: compiled({"x": x, "s": s})["y"].sum())(x), [3, 3, 3])
+    with pytest.raises(transmuter.InputError, match="'s' is static and is being differentiated"):
+        jax.grad(lambda s: compiled({"x": x, "s": s})["y"].sum())(s)
+    with pytest.raises(transmuter.InputError, match="list of names"):
+        transmuter.compile(model, static_inputs="s")
+
+
+def test_a_sequence_of_strings_may_become_empty() -> None:
+    nodes = [helper.make_node("SequenceErase", ["s", "zero"], ["t"]), helper.make_node("SequenceLength", ["t"], ["l"])]
+    sequence = helper.make_tensor_sequence_value_info("s", TensorProto.STRING, None)
+    zero = numpy_helper.from_array(np.int64(0), "zero")
+    model = transmuter.load(model_of(nodes, [sequence], [info("l", (), TensorProto.INT64)], [zero]))
+    compiled = transmuter.compile(model)
+    for count in (1, 3, 1, 2):
+        assert compiled({"s": [np.array(["a"])] * count})["l"] == count - 1
+
+
+def test_an_optional_input_may_be_absent_later() -> None:
+    branches = {
+        "then_branch": helper.make_graph(
+            [
+                helper.make_node("OptionalGetElement", ["o"], ["q"]),
+                helper.make_node("NonZero", ["q"], ["places"]),
+                helper.make_node("Squeeze", ["places"], ["flat"]),
+                helper.make_node("Gather", ["q", "flat"], ["u"]),
+            ],
+            "present",
+            [],
+            [info("u", None, TensorProto.INT64)],
+        ),
+        "else_branch": helper.make_graph(
+            [helper.make_node("Constant", [], ["v"], value_ints=[3])],
+            "absent",
+            [],
+            [info("v", None, TensorProto.INT64)],
+        ),
+    }
+    nodes = [helper.make_node("OptionalHasElement", ["o"], ["has"]), helper.make_node("If", ["has"], ["y"], **branches)]
+    kind = helper.make_optional_type_proto(helper.make_tensor_type_proto(TensorProto.INT64, ["n"]))
+    model = transmuter.load(model_of(nodes, [helper.make_value_info("o", kind)], [info("y", None, TensorProto.INT64)]))
+    compiled = transmuter.compile(model)
+    for given, expected in (
+        (np.arange(4), [1, 2, 3]),
+        (None, [3]),
+        (np.arange(40), list(range(1, 40))),
+        (np.arange(2), [1]),
+    ):
+        np.testing.assert_array_equal(compiled({"o": given})["y"], expected)
+
+
+def test_a_small_input_does_not_make_large_ones_static() -> None:
+    nodes = [
+        helper.make_node("NonZero", ["x"], ["places"]),
+        helper.make_node("Squeeze", ["places"], ["flat"]),
+        helper.make_node("Gather", ["x", "flat"], ["y"]),
+    ]
+    model = transmuter.load(
+        model_of(nodes, [info("x", (None,), TensorProto.INT64)], [info("y", None, TensorProto.INT64)])
+    )
+    compiled = transmuter.compile(model, {"x": np.arange(4)})
+    compiled({"x": np.arange(1000)})
+    misses = compiled.cache_info().misses
+    for shift in (1000, 2000, 3000):
+        compiled({"x": np.roll(np.arange(1000), shift // 10)})
+    assert compiled.cache_info().misses == misses
+
+
+def test_shard_map_around_a_compiled_model() -> None:
+    model = plain()
+    compiled = transmuter.compile(model)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), "a")
+    spec = jax.sharding.PartitionSpec("a")
+    expected = np.asarray(compiled(X)["y"])
+    for call in (lambda x: compiled({"x": x})["y"], lambda x: compiled({"x": x}, params=model.params)["y"]):
+        sharded = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)
+        np.testing.assert_allclose(sharded(jnp.asarray(X)), expected, rtol=1e-5)
+        np.testing.assert_allclose(jax.jit(sharded)(jnp.asarray(X)), expected, rtol=1e-5)
+
+
+def test_keys() -> None:
+    proto = model_of([helper.make_node("RandomNormalLike", ["x"], ["y"])], [info("x", ("n", 8))], [info("y", None)])
+    model = transmuter.load(proto)
+    compiled = transmuter.compile(model)
+    np.testing.assert_array_equal(compiled(X)["y"], transmuter.run(model, {"x": X})["y"])
+    typed, raw = jax.random.key(1), jax.random.PRNGKey(1)
+    expected = np.asarray(model.apply({}, {"x": X}, key=typed)["y"])
+    for key in (typed, raw):
+        for call in (
+            lambda key: compiled({"x": X}, key=key)["y"],
+            jax.jit(lambda key: compiled({"x": X}, key=key)["y"]),
+            lambda key: model.apply({}, {"x": X}, key=key)["y"],
+            lambda key: transmuter.run(model, {"x": X}, key=key)["y"],
+        ):
+            np.testing.assert_allclose(call(key), expected, rtol=1e-6)
+    for wrong in (3, "key", np.ones(2, np.float32)):
+        with pytest.raises(transmuter.InputError, match="random key"):
+            compiled({"x": X}, key=wrong)
+
+
+def test_results_are_jax_arrays_on_every_way() -> None:
+    nodes = [helper.make_node("Shape", ["x"], ["shape"]), helper.make_node("NonZero", ["x"], ["places"])]
+    outputs = [info(name, None, TensorProto.INT64) for name in ("shape", "places")]
+    model = transmuter.load(model_of(nodes, [info("x", ("n", 8))], outputs))
+    for results, dtype in (
+        (transmuter.run(model, {"x": X}), np.int64),
+        (transmuter.compile(model)(X), np.int64),
+        (model.apply({}, {"x": X}), np.int32),
+    ):
+        assert all(isinstance(y, jax.Array) and y.dtype == dtype for y in results.values())
+
+
+@pytest.mark.parametrize(
+    "params", [{"w": W.tolist(), "w2": W}, {"w": W.astype(complex), "w2": W}, {"w": W.astype(int), "w2": W}, [W, W]]
+)
+def test_params_that_are_no_float_arrays_are_refused(params: object) -> None:
+    model = plain()
+    for call in (lambda: transmuter.compile(model)({"x": X}, params=params), lambda: model.apply(params, {"x": X})):
+        with pytest.raises(transmuter.InputError, match="param"):
+            call()
+
+
+@pytest.mark.parametrize("op", ["Compress", "Unique"])
+def test_gradients_through_a_break_raise_no_warning_with_x64_off(op: str) -> None:
+    nodes = [helper.make_node("Greater", ["x", "zero"], ["g"]), helper.make_node("Compress", ["x", "g"], ["y"])]
+    if op == "Unique":
+        nodes = [helper.make_node("Unique", ["x"], ["y"])]
+    zero = numpy_helper.from_array(np.float32(0), "zero")
+    model = transmuter.load(model_of(nodes, [info("x", (None,))], [info("y", None)], [zero]))
+    compiled = transmuter.compile(model)
+    x = jnp.asarray(RNG.standard_normal(19).astype(np.float32))
+    wanted = 2 * x * (x > 0) if op == "Compress" else 2 * x
+    np.testing.assert_allclose(jax.grad(lambda x: jnp.sum(compiled({"x": x})["y"] ** 2))(x), wanted, rtol=1e-5)

@@ -171,11 +171,17 @@ class Model:
     def check_weights(self, kind: str, given: Mapping[str, Any]) -> None:
         """Raises `InputError` unless `given` has the names and shapes of the model's params or buffers."""
         shapes = self.shapes[kind]
+        if not isinstance(given, Mapping):
+            raise InputError(f"The {kind}s are a {type(given).__name__}. Give a dict with the keys of model.{kind}s.")
         if given.keys() != shapes.keys():
             odd = sorted(given.keys() ^ shapes.keys())[0]
             what = "is missing" if odd in shapes else "is unknown"
             raise InputError(f"The {kind} {odd!r} {what}. Give a dict with the keys of model.{kind}s.")
         for name, array in given.items():
+            dtype = getattr(array, "dtype", None)
+            if dtype is None or (kind == "param" and not jax.numpy.issubdtype(dtype, np.floating)):
+                what = type(array).__name__ if dtype is None else dtype
+                raise InputError(f"The {kind} {name!r} is {what}. Give an array like that in model.{kind}s.")
             if np.shape(array) != shapes[name].shape:
                 raise InputError(
                     f"The {kind} {name!r} has the shape {list(np.shape(array))}, not {list(shapes[name].shape)}. "
@@ -227,6 +233,7 @@ class Model:
         outputs: Sequence[str] | None = None,
     ) -> dict[str, Any]:
         """`apply` on inputs that `bind_inputs` has checked; the model's own params where none are given."""
+        key = checked_key(key)
         wanted = self.values(outputs)
         known = staged()
         if params is None or buffers is None:
@@ -256,7 +263,7 @@ class Model:
             scope = self.scope(held, weights, key)
             work = self.program.work(self.graph, tuple(wanted.values()))
             evaluation.Evaluation(self.program).run(work, scope, keep=frozenset(wanted.values()))
-            return {name: self.declared(value, scope[value]) for name, value in wanted.items()}
+            return {name: returned(name, self.declared(value, scope[value])) for name, value in wanted.items()}
 
     def scope(
         self, held: Mapping[ir.Value, Any], weights: Mapping[ir.Value, Any], key: jax.Array | None
@@ -489,6 +496,27 @@ def _to_jax(name: str, value: Any) -> Any:
     return _narrowed(name, value)
 
 
+def returned(name: str, value: Any) -> Any:
+    """A result as a call returns it: known arrays as JAX ones."""
+    if isinstance(value, list):
+        return [returned(name, item) for item in value]
+    is_array = isinstance(value, (np.ndarray, np.generic)) and in_jax(value.dtype)
+    return _narrowed(name, np.asarray(value)) if is_array else value
+
+
+def checked_key(key: Any) -> jax.Array | None:
+    """A caller's random key as a typed one.
+
+    Raises:
+        InputError: It is no JAX random key.
+    """
+    if key is None or (isinstance(key, jax.Array) and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        return key
+    if isinstance(key, (jax.Array, np.ndarray)) and key.dtype == np.uint32 and key.shape[-1:] == (2,):
+        return jax.random.wrap_key_data(key)
+    raise InputError(f"The key is {type(key).__name__}. Give a JAX random key, as jax.random.key(0) makes one.")
+
+
 def _canonical(name: str, array: Any) -> Any:
     """A weight as JAX holds it where x64 is off."""
     wanted = canonical(array.dtype)
@@ -557,6 +585,8 @@ def _as_numpy(spec: TensorSpec, value: Any) -> np.ndarray:
         if array.dtype.kind in "UTO" and all(isinstance(s, str) for s in array.reshape(-1).tolist()):
             return array.astype(object)
         raise _wrong(spec, f"is {array.dtype.name}")
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
     if array.dtype == spec.dtype:
         return array
     if literal and array.dtype.kind in "biufc":
@@ -575,9 +605,12 @@ def _as_numpy(spec: TensorSpec, value: Any) -> np.ndarray:
 
 
 def _plain(value: Any) -> Any:
+    """A part of a sequence, optional or map, with its strings as object arrays."""
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    return np.asarray(value) if isinstance(value, np.generic) else value
+    if isinstance(value, np.generic):
+        value = np.asarray(value)
+    return value.astype(object) if isinstance(value, np.ndarray) and value.dtype.kind in "UT" else value
 
 
 def _wrong(spec: TensorSpec, what: str, advice: str = "Convert it first.") -> InputError:

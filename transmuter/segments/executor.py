@@ -15,12 +15,13 @@ import numpy as np
 import onnx_ir as ir
 
 from transmuter.errors import GraphBreakError, InputError
-from transmuter.lowering.arrays import contents
+from transmuter.lowering.arrays import contents, is_float
+from transmuter.lowering.control_flow import varying_axes
 from transmuter.lowering.evaluation import Evaluation
-from transmuter.model import Model
+from transmuter.model import Model, checked_key, returned
 from transmuter.segments import explanation
 from transmuter.segments.preparation import Weight, evaluate, inverse
-from transmuter.segments.segment import Executable, Promote, Segment, Signature, Stage, _decides_branch, is_host
+from transmuter.segments.segment import SMALL, Executable, Promote, Segment, Signature, Stage, _decides_branch, is_host
 from transmuter.staging import differentiated, exact_dtypes, staged, transposed_exactly
 
 
@@ -71,6 +72,8 @@ class CompiledModel:
             raise ValueError(f"cache_size is {cache_size}, but must be at least 1.")
         self.model, self.cache_size = model, cache_size
         self._wanted = model.values(outputs)
+        if isinstance(static_inputs, str):
+            raise InputError(f"static_inputs is the string {static_inputs!r}. Give a list of names.")
         unknown = [name for name in static_inputs if name not in {**model.inputs, **model.overridable_inputs}]
         if unknown:
             raise InputError(
@@ -111,14 +114,15 @@ class CompiledModel:
             GraphBreakError: The graph breaks at a node whose operand a transform around the call hides: `jit`, `vmap`,
                 `checkpoint`, `scan`, `shard_map`, `export`. `grad` alone hides nothing.
         """
+        key = checked_key(key)
         given = inputs[0] if len(inputs) == 1 and isinstance(inputs[0], (Mapping, list, tuple)) else inputs
         model = self.model
-        if staged():
-            own = model.params if params is None else params
-            if params is None:
-                model.warn_of_baking(own)
-            return model.apply(own, given, buffers=buffers, key=key, outputs=list(self._wanted))
         held = model.bind_inputs(given)
+        tracers = [x for x in jax.tree.leaves((list(held.values()), params)) if isinstance(x, jax.core.Tracer)]
+        if staged() or varying_axes(tracers):
+            if params is None:
+                model.warn_of_baking(model.params)
+            return model.apply_bound(held, params, buffers=buffers, key=key, outputs=list(self._wanted))
         x64 = jax.config.jax_enable_x64
         with exact_dtypes():
             return self._run(held, params, buffers, key, x64=x64)
@@ -183,10 +187,7 @@ class CompiledModel:
             buffers = model.buffers if buffers is None else buffers
             model.check_weights("param", params)
             model.check_weights("buffer", buffers)
-        extra = []
-        if model.is_random:
-            number = next(self._calls) if key is None else 0
-            extra = [jax.random.key(model.seed) if key is None else key, np.uint32(number)]
+        keys = [self._key() if key is None else key] if model.is_random else []
         state: dict[ir.Value, Any] = {value: _widened(value, array) for value, array in held.items()}
         stage = self._root(state)
         # Strings that are returned as they are given pass no segment.
@@ -205,33 +206,32 @@ class CompiledModel:
             leaves = jax.tree.leaves(arguments) if segment.is_nested else arguments
             started = time.perf_counter()
             if not x64 and segment.is_wide and (differentiated(leaves) or differentiated(weights)):
-                flat = transposed_exactly(executable.function, weights, [*leaves, *extra])
+                flat = transposed_exactly(executable.function, weights, [*leaves, *keys])
             else:
-                flat = executable.function(weights, [*leaves, *extra])
+                flat = executable.function(weights, [*leaves, *keys])
             if segment.calls == 0:
                 segment.compile_seconds = time.perf_counter() - started
             segment.calls += 1
             carried, emitted = segment.unpack(flat)
             results.update(emitted)
-            results.update(
-                {
-                    name: jax.tree.map(jax.numpy.asarray, x) if not is_host(x) else x
-                    for name, x in segment.known_outputs.items()
-                }
-            )
+            results.update(segment.known_outputs)
             if not segment.breaks:
                 break
             state = {**{value: state[value] for value in segment.passed}, **carried}
-            self._run_breaks(segment, state, params, buffers, extra)
-            if segment.after is None:
-                segment.after = self._after(segment, state)
+            self._run_breaks(segment, state, params, buffers, keys, x64=x64)
+            after = self._after(segment, state)
             for name, value in stage.pending_outputs.items():
-                if name not in results and value in state and name not in segment.after.pending_outputs:
+                if name not in results and value in state and name not in after.pending_outputs:
                     results[name] = model.declared(value, state[value])
-            stage = segment.after
+            stage = after
             if not stage.work:
                 break
-        return {name: results[name] for name in self._wanted}
+        return {name: returned(name, results[name]) for name in self._wanted}
+
+    def _key(self) -> jax.Array:
+        """The model's own key for the next call: the first is the one that `run` takes."""
+        number, key = next(self._calls), jax.random.key(self.model.seed)
+        return jax.random.fold_in(key, number) if number else key
 
     def _root(self, state: Mapping[ir.Value, Any]) -> Stage:
         kinds = tuple((value, is_host(x)) for value, x in state.items())
@@ -248,12 +248,12 @@ class CompiledModel:
     ) -> tuple[Segment, list[Any]]:
         """The segment that continues from `stage` with values of these shapes, and its arguments."""
         while True:
-            static = {v: _readable(v, state[v]) for v in stage.arrays if v in stage.static} if stage.static else {}
+            static = {v: _readable(v, state[v]) for v in stage.arrays if self._is_static(v, state[v], stage)}
             arguments = [state[v] for v in stage.arrays if v not in static]
             signature = Signature(
                 tuple(_shape(x) for x in arguments),
                 tuple((v.name, x.dtype.str, x.shape, x.tobytes()) for v, x in static.items()),
-                None if own else tuple(str(p.dtype) for p in params.values()),
+                None if own else tuple(p.dtype for p in params.values()),
             )
             segment = self._find(stage, signature)
             if segment is not None:
@@ -271,6 +271,13 @@ class CompiledModel:
                     continue
                 self._keep(segment)
                 return segment, arguments
+
+    def _is_static(self, value: ir.Value, array: Any, stage: Stage) -> bool:
+        """Whether the contents of `array` belong to the signature: as the caller wishes, or since they are small and
+        have decided something."""
+        if value not in stage.static or not hasattr(array, "dtype"):
+            return False
+        return value in self._static or (array.ndim <= 1 and array.size <= SMALL)
 
     def _find(self, stage: Stage, signature: Signature) -> Segment | None:
         with self._lock:
@@ -296,36 +303,52 @@ class CompiledModel:
         state: dict[ir.Value, Any],
         params: Mapping[str, Any] | None,
         buffers: Mapping[str, Any] | None,
-        extra: Sequence[Any],
+        keys: Sequence[jax.Array],
+        *,
+        x64: bool,
     ) -> None:
         """Runs the segment's breaks eagerly; their results join `state`."""
         model = self.model
         nodes = [needed.node for needed in segment.breaks if not _decides_branch(needed.node)]
-        key = jax.random.fold_in(*extra) if extra else None
-        with model.lowering_dtypes():
-            weights = {}
-            for value in {v for node in nodes for v in model.program.operands(node)} & model.weight_values.keys():
-                kind, name = model.weight_values[value]
-                given = params if kind == "param" else buffers
-                weights[value] = model.weight(name) if given is None else given[name]
-            scope = model.scope({**segment.stage.known, **segment.known, **state}, weights, key)
-            Evaluation(model.program).run(nodes, scope)
-        for node in nodes:
-            state.update({value: scope.values[value] for value in node.outputs})
+        outputs = [value for node in nodes for value in node.outputs]
+        held = {**segment.stage.known, **segment.known, **state}
+        for value in {v for node in nodes for v in model.program.operands(node)} & model.weight_values.keys():
+            kind, name = model.weight_values[value]
+            given = params if kind == "param" else buffers
+            held[value] = model.weight(name) if given is None else given[name]
+        scopes = []
+
+        def run(arrays: dict[int, Any]) -> dict[int, Any]:
+            """The breaks' results that are arrays, by position; the others are in the scope."""
+            with model.lowering_dtypes():
+                scope = model.scope({**held, **{order[i]: x for i, x in arrays.items()}}, {}, next(iter(keys), None))
+                Evaluation(model.program).run(nodes, scope)
+            scopes.append(scope)
+            return {i: x for i, v in enumerate(outputs) if isinstance(x := scope.values[v], jax.Array)}
+
+        order = list(held)
+        followed = {i: held[v] for i, v in enumerate(order) if not x64 and differentiated([held[v]])}
+        arrays = transposed_exactly(run, followed) if followed else run({})
+        state.update({v: arrays[i] if i in arrays else scopes[-1].values[v] for i, v in enumerate(outputs)})
         for bind in segment.binds:
-            scope.values.update({v: scope[source] for v, source in zip(bind.outputs, bind.sources, strict=True)})
-            state.update({v: scope.values[v] for v in bind.outputs})
+            state.update({v: {**held, **state}[source] for v, source in zip(bind.outputs, bind.sources, strict=True)})
 
     def _after(self, segment: Segment, state: Mapping[ir.Value, Any]) -> Stage:
-        """What is left after the segment and its breaks, given the values that there are now."""
-        before = segment.stage
-        known = {**before.known, **segment.known}
-        done = {*segment.emitted, *segment.known_outputs}
-        pending = {n: v for n, v in before.pending_outputs.items() if n not in done and v not in state}
-        arrays = [value for value, x in state.items() if not is_host(x)]
-        host = [value for value, x in state.items() if is_host(x)]
-        static = {n.node.inputs[0] for n in segment.breaks if _decides_branch(n.node)}
-        return Stage(segment.after_work, arrays, known, host, pending, static, before.depth + 1)
+        """What is left after the segment and its breaks, given which of the values that there are now are arrays."""
+        kinds = tuple((value, is_host(x)) for value, x in state.items())
+        if kinds not in segment.after:
+            before = segment.stage
+            done = {*segment.emitted, *segment.known_outputs}
+            segment.after[kinds] = Stage(
+                segment.after_work,
+                [value for value, host in kinds if not host],
+                {**before.known, **segment.known},
+                [value for value, host in kinds if host],
+                {n: v for n, v in before.pending_outputs.items() if n not in done and v not in state},
+                {needed.node.inputs[0] for needed in segment.breaks if _decides_branch(needed.node)},
+                before.depth + 1,
+            )
+        return segment.after[kinds]
 
     # -- weights
 
@@ -359,6 +382,11 @@ def _readable(value: ir.Value, array: Any) -> np.ndarray:
             f"{value.name!r} decides a shape or a branch, but a JAX transform around the call (vmap) hides its "
             "contents. Give it as a NumPy array that the transform does not map over.",
             operand=value.name or "",
+        )
+    if isinstance(array, jax.core.Tracer) and is_float(array):
+        raise InputError(
+            f"The input {value.name!r} is static and is being differentiated, but no gradient flows to contents. "
+            "Take it out of static_inputs, or wrap it in jax.lax.stop_gradient."
         )
     return held
 

@@ -67,7 +67,7 @@ class Segment:
         nodes: How many nodes it evaluates.
         breaks: The nodes to run after it on concrete values, in order.
         binds: Outputs of inlined branches that exist when those have run.
-        after: The stage after those have run; None before they have run once.
+        after: The stages after those have run, by which values are arrays then.
         is_nested: Whether an argument is a sequence, or absent.
         trace_seconds, compile_seconds: What building it took; compiling includes the first run.
         calls: How often it has run.
@@ -86,7 +86,7 @@ class Segment:
         self.calls, self.compile_seconds = 0, 0.0
         self.breaks: list[Break] = []
         self.binds: list[Bind] = []
-        self.after: Stage | None = None
+        self.after: dict[Any, Stage] = {}
         self.carried: list[ir.Value] = []
         self.emitted: list[str] = []
         self.known: dict[ir.Value, Any] = {}
@@ -105,9 +105,7 @@ class Segment:
         values = {name: value for value, (_, name) in model.weight_values.items()}
         shapes = {**params, **model.shapes["buffer"]}
 
-        def run(weights: list[Any], arguments: list[Any], key: Any, count: Any) -> list[Any]:
-            if key is not None:
-                key = jax.random.fold_in(key, count)
+        def run(weights: list[Any], arguments: list[Any], key: Any) -> list[Any]:
             held = {**stage.known, **dict.fromkeys(stage.host, HOST), **static}
             held.update(zip(self._arguments, arguments, strict=True))
             with model.lowering_dtypes(), model.naming_disagreements(held):
@@ -118,11 +116,9 @@ class Segment:
                 self.nodes = evaluating.evaluated
                 return self._results(scope, waiting, structure)
 
-        key = count = None
-        if model.is_random:
-            key, count = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), np.uint32)
+        key = jax.eval_shape(lambda: jax.random.key(0)) if model.is_random else None
         weights = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in shapes.values()]
-        flat = preparation.flatten(jax.make_jaxpr(run)(weights, list(avals), key, count))
+        flat = preparation.flatten(jax.make_jaxpr(run)(weights, list(avals), key))
         self._structure = structure[0]
         self._flat, self._names, self._inputs = flat, dict(zip(flat.inputs, shapes)), flat.inputs[len(shapes) :]
 
