@@ -7,6 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("ci", derandomize=True, print_blob=True)
+if os.environ.get("CI"):  # elsewhere, each run draws anew
+    settings.load_profile("ci")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
