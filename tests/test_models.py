@@ -33,9 +33,10 @@ class Recorded:
     """The largest rms-relative difference of ONNX Runtime from itself, for what amplifies rounding."""
 
 
-def _names() -> list[str]:
+def _names() -> list[Any]:
     if not (MATERIAL / "zoo" / "zoo.json").exists():
-        return []
+        reason = f"no recorded models at {MATERIAL}; TRANSMUTER_MATERIAL names their folder"
+        return [pytest.param("", marks=pytest.mark.skip(reason=reason))]
     zoo = json.loads((MATERIAL / "zoo" / "zoo.json").read_text())
     models = json.loads((MATERIAL / "models" / "index.json").read_text())
     return [f"zoo/{r}/{f}" for r, entry in zoo.items() for f in entry["files"]] + [
