@@ -288,7 +288,9 @@ class Model:
             found: dict[str, dict[int, str]] = {}
             for value, array in held.items():
                 spec = self.inputs.get(value.name)
-                for symbol, size in zip((spec and spec.shape) or (), np.shape(array), strict=False):
+                if spec is None or spec.shape is None:
+                    continue
+                for symbol, size in zip(spec.shape, np.shape(array), strict=False):
                     if isinstance(symbol, str):
                         found.setdefault(symbol, {}).setdefault(size, value.name)
             clashes = [
