@@ -313,8 +313,9 @@ class Model:
         if self.compute_type is None or value.dtype is None:
             return result
         wanted = value.dtype.numpy()
-        if computed(wanted) == wanted:
-            return result
+        with self.lowering_dtypes():
+            if computed(wanted) == wanted:
+                return result
         return jax.tree.map(lambda x: cast(x, wanted), result)
 
     @functools.cached_property
