@@ -260,10 +260,10 @@ GRADIENTS = {
     "group": lambda x, s: normalization.GroupNormalization_21(x, s[:4], s[:4], num_groups=2, epsilon=1e-5),
     "instance": lambda x, s: normalization.InstanceNormalization(x, s[:4], s[:4], epsilon=1e-5),
     "batch": lambda x, s: normalization.BatchNormalization_14(
-        x, s[:4], s[:4], s[:4], s[:4] ** 2, epsilon=1e-5, momentum=0.9, training_mode=0
+        x, s[:4], s[:4], s[:4], s[:4] ** 2 + 0.5, epsilon=1e-5, momentum=0.9, training_mode=0
     ),
     "batch trains": lambda x, s: normalization.BatchNormalization_14(
-        x, s[:4], s[:4], s[:4], s[:4] ** 2, epsilon=1e-5, momentum=0.9, training_mode=1
+        x, s[:4], s[:4], s[:4], s[:4] ** 2 + 0.5, epsilon=1e-5, momentum=0.9, training_mode=1
     ),
     "lrn": lambda x, s: normalization.LRN(x, size=3, alpha=0.1, beta=0.75, bias=1.0),
     "lp 1": lambda x, s: normalization.LpNormalization(x, axis=-1, p=1),
