@@ -187,6 +187,7 @@ class CompiledModel:
             buffers = model.buffers if buffers is None else buffers
             model.check_weights("param", params)
             model.check_weights("buffer", buffers)
+            given = {**params, **buffers}
         keys = [self._key() if key is None else key] if model.is_random else []
         state: dict[ir.Value, Any] = {value: _widened(value, array) for value, array in held.items()}
         stage = self._root(state)
@@ -200,9 +201,7 @@ class CompiledModel:
                     self._prepare(segment, executable)
                 weights = executable.values
             else:
-                weights = [
-                    _compute(segment, weight, {**params, **buffers}.__getitem__) for weight in executable.weights
-                ]
+                weights = [_compute(segment, weight, given.__getitem__) for weight in executable.weights]
             leaves = jax.tree.leaves(arguments) if segment.is_nested else arguments
             started = time.perf_counter()
             if not x64 and segment.is_wide and (differentiated(leaves) or differentiated(weights)):

@@ -46,7 +46,7 @@ class Signature:
     """What a segment was traced for: shapes and dtypes of its arguments, and the contents of its static ones."""
 
     arguments: tuple[Any, ...]
-    contents: tuple[tuple[str, bytes], ...] = ()
+    contents: tuple[tuple[str, str, tuple[int, ...], bytes], ...] = ()
     params: tuple[Any, ...] | None = None
     """Dtypes of given params, where they differ from the model's."""
 
