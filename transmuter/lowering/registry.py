@@ -40,6 +40,7 @@ class Lowering:
     known: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     exact_dtypes: bool = False
+    differentiable: bool = True
     operands: tuple[str, ...] = field(init=False)
     variadic: bool = field(init=False)
     attributes: dict[str, Any] = field(init=False, compare=False)
@@ -76,6 +77,7 @@ def operator(
     known: tuple[str, ...] = (),
     reads: tuple[str, ...] = (),
     exact_dtypes: bool = False,
+    differentiable: bool = True,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a function as the lowering of the operator that its name says, `Name` or `Name_VERSION`.
 
@@ -85,6 +87,8 @@ def operator(
         known: Operands that must be NumPy arrays (a shape, axes, pads): a traced one is a graph break.
         reads: Operands whose contents decide the shape of the result (NonZero): a hidden one is a graph break.
         exact_dtypes: The operator reads bits: float16 operands of a model that computes in float32 are cast back first.
+        differentiable: False where float outputs have no gradient but zero: they are constant piece by piece (Round),
+            drawn at random, or made of no float operand. (Operators without float outputs need not say it.)
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,7 +100,9 @@ def operator(
                     where = f"{domain or 'ai.onnx'}::{base} from version {other.since}"
                     raise ValueError(f"{where} already has a lowering, {'.'.join(_place(other.function))}.")
                 versions.remove(other)  # a cell of a notebook or a module that runs again
-            versions.append(Lowering(domain, base, int(since or 1), function, known, reads, exact_dtypes))
+            versions.append(
+                Lowering(domain, base, int(since or 1), function, known, reads, exact_dtypes, differentiable)
+            )
             versions.sort(key=lambda v: -v.since)
         find.cache_clear()
         return function
