@@ -1,4 +1,4 @@
-"""One-node models: an operator alone, through Transmuter and through ONNX Runtime."""
+"""One-node models: an operator alone, through Transmuter, ONNX Runtime and the reference evaluator."""
 
 from __future__ import annotations
 
@@ -74,3 +74,11 @@ def ort_node(op: str, inputs: Sequence[Any], attributes: Mapping[str, Any] | Non
     return session.run(
         None, {f"x{i}": x for i, x in enumerate(inputs) if x is not None and i not in kwargs.get("known", ())}
     )
+
+
+def reference_node(op: str, inputs: Sequence[Any], attributes: Mapping[str, Any] | None = None, **kwargs: Any) -> list:
+    """The node's outputs from the reference evaluator of `onnx`, for what ONNX Runtime has no kernel for."""
+    from onnx.reference import ReferenceEvaluator
+
+    feeds = {f"x{i}": x for i, x in enumerate(inputs) if x is not None and i not in kwargs.get("known", ())}
+    return ReferenceEvaluator(one_node(op, inputs, attributes, **kwargs)).run(None, feeds)
