@@ -151,6 +151,27 @@ def ConvTranspose(
     return y if b is None else y + _per_channel(b, y)
 
 
+@operator(domain="com.microsoft", known=("pads",))
+def ConvTransposeWithDynamicPads(
+    x,
+    w,
+    pads=None,
+    b=None,
+    *,
+    auto_pad="NOTSET",
+    dilations=None,
+    group=1,
+    kernel_shape=None,
+    output_padding=None,
+    strides=None,
+):
+    given = {"auto_pad": auto_pad, "dilations": dilations, "group": group, "kernel_shape": kernel_shape}
+    pads = None if pads is None else dims(pads)
+    return ConvTranspose(
+        x, w, b, **given, output_padding=output_padding, output_shape=None, pads=pads, strides=strides
+    )
+
+
 def _mirrored(w: Array, group: int) -> jax.Array:
     """The weight of a transposed convolution (channels, outputs of a group, spatial) as that of the forward one."""
     channels, outputs, *size = w.shape
@@ -158,16 +179,30 @@ def _mirrored(w: Array, group: int) -> jax.Array:
     return jnp.flip(jnp.reshape(w, (group * outputs, channels // group, *size)), range(2, w.ndim - 1))
 
 
-@operator()
-def CausalConvWithState(x, w, b=None, past_state=None, *, activation):
-    kept = w.shape[-1] - 1
-    if past_state is None:
-        past_state = jnp.zeros((*x.shape[:2], kept), x.dtype)
-    x = jnp.concatenate([past_state, x], 2)
-    y = convolve(x, w, window(x.shape[2:], w.shape[2:]), w.shape[0])
+def causal(
+    x: Array, w: Array, b: Array | None, past: Array | None, activation: str, dilation: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    """A depthwise convolution (batch, channels, length) that sees what came before only, and `past` with `x` behind it.
+
+    An absent past is as long as the kernel reaches back, and zero.
+    """
+    if activation not in ("none", "silu", "swish"):
+        raise ValueError(f"there is no activation {activation!r}")
+    reach = (w.shape[-1] - 1) * dilation
+    if past is None:
+        past = jnp.zeros((*x.shape[:2], reach), x.dtype)
+    whole = jnp.concatenate([past, x], 2)
+    x = whole[:, :, past.shape[2] - reach :]
+    y = convolve(x, w, window(x.shape[2:], w.shape[2:], dilations=(dilation,)), w.shape[0])
     if b is not None:
         y = y + _per_channel(b, y)
-    return y if activation == "none" else jax.nn.silu(y), x[:, :, x.shape[2] - kept :]
+    return y if activation == "none" else jax.nn.silu(y), whole
+
+
+@operator()
+def CausalConvWithState(x, w, b=None, past_state=None, *, activation):
+    y, whole = causal(x, w, b, past_state, activation)
+    return y, whole[:, :, whole.shape[2] - (w.shape[-1] - 1) :]
 
 
 @operator(known=("image_shape", "block_shape"))
@@ -250,5 +285,5 @@ def _fused(channels_last):
     return fused_conv
 
 
-operator("FusedConv", domain="com.microsoft")(_fused(channels_last=False))
+FusedConv = operator("FusedConv", domain="com.microsoft")(_fused(channels_last=False))
 operator("NhwcConv", "NhwcFusedConv", domain="com.microsoft")(_fused(channels_last=True))
