@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from comparison import assert_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
@@ -28,20 +29,48 @@ def assert_as_onnxruntime(op: str, inputs: list, attributes: dict | None = None,
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("a", "b"), [((4,), (4,)), ((4,), (3, 4, 2)), ((2, 3, 4), (4,)), ((2, 3, 4), (4, 5)), ((2, 1, 3, 4), (3, 4, 5))]
+def draw_of(dtype: type, shape: tuple[int, ...], special: float = 0.0) -> np.ndarray:
+    """Normal floats, where `special` says how often to put an infinity or NaN instead, or any integers of a dtype."""
+    if np.dtype(dtype).kind in "iu":
+        return RANDOM.integers(np.iinfo(dtype).min, np.iinfo(dtype).max, shape, dtype, endpoint=True)
+    x = np.asarray(RANDOM.standard_normal(shape))
+    return np.where(RANDOM.random(shape) < special, RANDOM.choice([np.inf, -np.inf, np.nan], shape), x).astype(dtype)
+
+
+FACTORS = {
+    "vectors": ((4,), (4,)),
+    "vectors of nothing": ((0,), (0,)),
+    "vectors of one": ((1,), (1,)),
+    "a vector and matrices": ((4,), (3, 4, 2)),
+    "matrices and a vector": ((2, 3, 4), (4,)),
+    "matrices and one matrix": ((2, 3, 4), (4, 5)),
+    "batches that broadcast": ((2, 1, 3, 4), (3, 4, 5)),
+    "no rows": ((0, 3), (3, 2)),
+    "no terms": ((2, 0), (0, 3)),
+    "no terms in a batch": ((1, 3, 0), (2, 0, 1)),
+    "no batch": ((0, 1, 3, 4), (3, 4, 5)),
+}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(sorted(FACTORS)),
+    dtype=st.sampled_from([np.float32, np.float64, np.int32, np.uint32, np.int64, np.uint64]),
+    special=st.sampled_from([0.0, 0.1]),
 )
+def test_matmul_is_that_of_onnxruntime(name, dtype, special):
+    """Integers overflow as NumPy's do, with which ONNX Runtime agrees where it does not fail."""
+    a, b = (draw_of(dtype, shape, special) for shape in FACTORS[name])
+    is_integer = np.dtype(dtype).kind in "iu"
+    expected = [np.asarray(a @ b)] if is_integer else ort_node("MatMul", [a, b])
+    assert_equal(run_node("MatMul", [a, b]), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("a", "b"), FACTORS.values(), ids=FACTORS)
 def test_matmul_of_any_rank_has_gradients(a, b):
-    assert_as_onnxruntime("MatMul", [draw(*a), draw(*b)])
-    check_grads(linear.MatMul, (jnp.asarray(draw(*a)), jnp.asarray(draw(*b))), 1, ["rev"], atol=1e-2, rtol=1e-2)
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32, np.uint64])
-def test_matmul_of_integers(dtype):
-    a, b = (RANDOM.integers(0, 2**16, shape).astype(dtype) for shape in [(3, 50), (50, 2)])
-    (y,) = run_node("MatMul", [a, b])
-    assert y.dtype == dtype
-    np.testing.assert_array_equal(y, a @ b)
+    with jax.enable_x64(True):
+        operands = [jnp.asarray(draw(*shape), jnp.float64) for shape in (a, b)]
+        check_grads(linear.MatMul, operands, 1, ["rev"])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
@@ -63,16 +92,41 @@ def test_halves_accumulate_in_float32(dtype):
 
 @settings(max_examples=25, deadline=None)
 @given(
+    sides=st.sampled_from([(3, 4, 5), (1, 4, 1), (0, 4, 5), (3, 0, 5), (3, 4, 0)]),
     transposed=st.tuples(st.booleans(), st.booleans()),
-    alpha=st.sampled_from([1.0, 0.5]),
-    beta=st.sampled_from([1.0, -2.0]),
-    c=st.sampled_from([None, (), (1,), (5,), (3, 1), (3, 5)]),
+    alpha=st.sampled_from([0.0, 1.0, 0.5]),
+    beta=st.sampled_from([0.0, 1.0, -2.0]),
+    bias=st.sampled_from(["absent", "scalar", "one", "one of two axes", "row", "row of two axes", "column", "matrix"]),
+    dtype=st.sampled_from([np.float32, np.float64]),
 )
-def test_gemm_is_that_of_onnxruntime(transposed, alpha, beta, c):
-    a, b = draw(3, 4), draw(4, 5)
-    operands = [a.T.copy() if transposed[0] else a, b.T.copy() if transposed[1] else b]
+def test_gemm_is_that_of_onnxruntime(sides, transposed, alpha, beta, bias, dtype):
+    m, k, n = sides
     attributes = {"transA": int(transposed[0]), "transB": int(transposed[1]), "alpha": alpha, "beta": beta}
-    assert_as_onnxruntime("Gemm", operands if c is None else [*operands, draw(*c)], attributes)
+    operands = [draw(*reversed(s)) if t else draw(*s) for s, t in zip([(m, k), (k, n)], transposed, strict=True)]
+    of_bias = {"scalar": (), "one": (1,), "one of two axes": (1, 1), "row": (n,), "row of two axes": (1, n)}
+    of_bias |= {"column": (m, 1), "matrix": (m, n)}
+    operands += [] if bias == "absent" else [np.asarray(draw(*of_bias[bias]))]
+    operands = [x.astype(dtype) for x in operands]
+    expected = ort_node("Gemm", operands, attributes)
+    assert_equal(run_node("Gemm", operands, attributes), expected, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    dtype=st.sampled_from([np.int32, np.uint32, np.int64, np.uint64]),
+    c=st.sampled_from([None, (), (2,), (3, 1)]),
+    alpha=st.sampled_from([1, 3, -2]),
+    beta=st.sampled_from([0, 1, -1]),
+)
+def test_gemm_of_integers_overflows_as_numpy_does(dtype, c, alpha, beta):
+    a, b = draw_of(dtype, (3, 4)), draw_of(dtype, (4, 2))
+    operands = [a, b] if c is None else [a, b, draw_of(dtype, c)]
+    (y,) = run_node("Gemm", operands, {"alpha": float(alpha), "beta": float(beta)})
+    wide = [x.astype(object) for x in operands]
+    expected = alpha * (wide[0] @ wide[1]) + (0 if c is None else beta * wide[2])
+    assert y.dtype == dtype
+    bits = 8 * np.dtype(dtype).itemsize
+    assert [int(v) % 2**bits for v in y.flat] == [v % 2**bits for v in expected.flat]
 
 
 @pytest.mark.parametrize("opset", [1, 6, 7, 9, 11, 13])
@@ -94,43 +148,67 @@ def test_gemm_has_gradients_and_scales_integers_exactly():
         run_node("Gemm", [ones, ones], {"alpha": 0.5})
 
 
-@pytest.mark.parametrize(
-    ("equation", "shapes"),
-    [
-        ("ij,jk", [(2, 3), (3, 4)]),
-        ("b i j , b j k -> b i k", [(2, 3, 4), (2, 4, 5)]),
-        ("...ij,...jk->...ik", [(2, 1, 3, 4), (5, 4, 2)]),
-        ("...i->...", [(2, 3, 4)]),
-        ("i...->...", [(2, 3, 4)]),
-        ("ii->i", [(3, 3)]),
-        ("ii", [(3, 3)]),
-        ("bA,aA", [(2, 3), (4, 3)]),
-        ("i,j,k->ikj", [(2,), (3,), (4,)]),
-        ("ij->", [(2, 3)]),
-        ("...a,...a", [(2, 3), (2, 3)]),
-        ("bhwc,hkc->bhwk", [(2, 3, 4, 5), (3, 6, 5)]),
-    ],
-)
-def test_einsum_is_that_of_numpy(equation, shapes):
-    operands = [draw(*shape) for shape in shapes]
-    (y,) = run_node("Einsum", operands, {"equation": equation})
-    np.testing.assert_allclose(y, np.einsum(equation, *operands), rtol=1e-4, atol=1e-5)
-    check_grads(
-        lambda *xs: linear.Einsum(*xs, equation=equation),
-        [jnp.asarray(x) for x in operands],
-        1,
-        ["rev"],
-        atol=1e-2,
-        rtol=1e-2,
-    )
+EQUATIONS = [
+    ("ij,jk", [(2, 3), (3, 4)]),
+    ("ij,jk->ik", [(2, 0), (0, 4)]),
+    ("ij,jk->ik", [(0, 3), (3, 4)]),
+    ("b i j , b j k -> b i k", [(2, 3, 4), (2, 4, 5)]),
+    ("...ij,...jk->...ik", [(2, 1, 3, 4), (1, 5, 4, 2)]),
+    ("...ij,...jk->...ik", [(2, 1, 3, 4), (5, 4, 2)]),
+    ("...i->...", [(2, 3, 4)]),
+    ("i...->...", [(2, 3, 4)]),
+    ("a...b->b...a", [(2, 3, 4)]),
+    ("...,...->...", [(2, 3), (3,)]),
+    ("...,...", [(), (3,)]),
+    ("i...,i...->...", [(2, 3), (2, 3)]),
+    ("ii->i", [(3, 3)]),
+    ("ii", [(3, 3)]),
+    ("...ii->...i", [(2, 3, 3)]),
+    ("iji->j", [(2, 3, 2)]),
+    ("ij,ii->j", [(2, 3), (2, 2)]),
+    ("ij,ij->ij", [(1, 3), (2, 3)]),
+    ("bA,aA", [(2, 3), (4, 3)]),
+    ("ba", [(2, 3)]),
+    ("i,j,k->ikj", [(2,), (3,), (4,)]),
+    ("ij,jk,kl->il", [(2, 3), (3, 4), (4, 2)]),
+    ("ij->", [(2, 3)]),
+    ("i->", [(0,)]),
+    (",ij->ij", [(), (2, 3)]),
+    ("...a,...a", [(2, 3), (2, 3)]),
+    ("bhwc,hkc->bhwk", [(2, 3, 4, 5), (3, 6, 5)]),
+]
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (3, 3, 3), (4, 4), (2, 6, 6)])
+@settings(max_examples=25, deadline=None)
+@given(case=st.sampled_from(EQUATIONS), dtype=st.sampled_from([np.float32, np.float64, np.int32, np.int64, np.int8]))
+def test_einsum_is_that_of_onnxruntime(case, dtype):
+    """NumPy stands in where ONNX Runtime refuses ellipses of different ranks, or does not let integers overflow."""
+    equation, shapes = case
+    operands = [draw_of(dtype, shape) for shape in shapes]
+    ranks = {len(shape) for shape in shapes}
+    if np.dtype(dtype).kind == "i" or ("..." in equation and len(ranks) > 1):
+        expected = [np.einsum(equation, *operands, dtype=dtype)]
+    else:
+        expected = ort_node("Einsum", operands, {"equation": equation})
+    assert_equal(run_node("Einsum", operands, {"equation": equation}), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("equation", "shapes"), EQUATIONS)
+def test_einsum_has_gradients(equation, shapes):
+    with jax.enable_x64(True):
+        operands = [jnp.asarray(draw_of(np.float64, shape)) for shape in shapes]
+        check_grads(jax.jit(lambda *xs: linear.Einsum(*xs, equation=equation)), operands, 1, ["rev"])
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3, 3, 3), (4, 4), (2, 6, 6), (1, 1), (0, 2, 2)])
 def test_det(shape):
     x = draw(*shape)
-    assert_as_onnxruntime("Det", [x])
-    check_grads(linear.Det, [jnp.asarray(x)], 1, ["rev"], atol=2e-2, rtol=2e-2)
-    assert np.isfinite(jax.grad(lambda x: jnp.sum(linear.Det(x)))(jnp.zeros((4, 4)))).all()
+    for operand in (x, np.zeros_like(x), np.ones_like(x), np.full_like(x, np.nan)):
+        assert_as_onnxruntime("Det", [operand])
+    with jax.enable_x64(True):
+        check_grads(linear.Det, [jnp.asarray(x, jnp.float64)], 1, ["rev"])
+    for singular in (jnp.zeros(shape), jnp.ones(shape)):
+        assert np.isfinite(jax.grad(lambda x: jnp.sum(linear.Det(x)))(singular)).all()
 
 
 @settings(max_examples=25, deadline=None)

@@ -62,7 +62,7 @@ def _scaled(x: jax.Array, factor: float) -> jax.Array:
         return x
     if not is_float(x) and factor != int(factor):
         raise ValueError(f"a product of integers cannot be scaled by {factor}")
-    return x * jnp.asarray(factor, x.dtype)
+    return x * cast(np.asarray(factor if is_float(x) else int(factor)), x.dtype)
 
 
 # ---- integers ------------------------------------------------------------------------------------------------------
@@ -128,8 +128,9 @@ def _matrices(x: Array, transpose: int, transpose_batch: int) -> Array:
     return jnp.swapaxes(x, -1, -2) if transpose and x.ndim > 1 else x
 
 
-@operator("FusedMatMul", "TransposeMatMul", domain="com.microsoft")
+@operator("FusedMatMul", "TransposeMatMul", "SparseToDenseMatMul", domain="com.microsoft")
 def _fused_matmul(a, b, *, transA=0, transB=0, transBatchA=0, transBatchB=0, alpha=1.0):
+    """A sparse operand is given as a dense array."""
     a, b = _matrices(a, transA, transBatchA), _matrices(b, transB, transBatchB)
     y = jnp.matmul(a, b, preferred_element_type=accumulator(a))
     return cast(_scaled(y, alpha), a.dtype)
