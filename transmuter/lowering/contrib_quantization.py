@@ -10,11 +10,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax import lax
 
+from transmuter.lowering import arrays, normalization
 from transmuter.lowering import quantization as plain
-from transmuter.lowering.arrays import Array, cast, is_float
+from transmuter.lowering.arrays import Array, cast, dims, is_float
 from transmuter.lowering.linear import MatMulInteger
 from transmuter.lowering.pooling import AveragePool, GlobalAveragePool
 from transmuter.lowering.quantization import dequantized, in_blocks, per_row, quantized, quotient, rescaled, saturated
@@ -78,6 +80,68 @@ def QLinearSoftmax(X, X_scale, x_zero_point, y_scale, y_zero_point, *, opset, ax
     """Before opset 13 the axis is the first of those that are taken together."""
     axes = axis if opset >= 13 else tuple(range(axis % X.ndim, X.ndim))
     return quantized(jax.nn.softmax(dequantized(X, X_scale, x_zero_point), axes), y_scale, y_zero_point, X.dtype)
+
+
+@operator(domain=_DOMAIN)
+def MulInteger(A, A_zero_point=None, B=None, B_zero_point=None):
+    a, b = (
+        cast(x, np.int32) if zero is None else cast(x, np.int32) - cast(zero, np.int32)
+        for x, zero in ((A, A_zero_point), (B, B_zero_point))
+    )
+    return a * b
+
+
+# ---- reductions -----------------------------------------------------------------------------------------------------
+
+
+@operator(domain=_DOMAIN)
+def QLinearReduceMean(data, data_scale, data_zero_point, reduced_scale, reduced_zero_point=None, *, axes, keepdims):
+    mean = jnp.mean(dequantized(data, data_scale, data_zero_point), axes or None, keepdims=bool(keepdims))
+    return quantized(mean, reduced_scale, reduced_zero_point, data.dtype)
+
+
+@operator(domain=_DOMAIN)
+def ReduceSumInteger(data, *, axes, keepdims):
+    wide = np.int32 if data.dtype == np.int8 else np.uint32
+    return jnp.sum(data, axes or None, dtype=wide, keepdims=bool(keepdims))
+
+
+@operator(domain=_DOMAIN)
+def QEmbedLayerNormalization(
+    input_ids,
+    segment_ids,
+    word_embedding_quant,
+    position_embedding_quant,
+    segment_embedding,
+    gamma_quant,
+    beta_quant,
+    mask,
+    word_embedding_scale,
+    position_embedding_scale,
+    segment_embedding_scale,
+    gamma_scale,
+    beta_scale,
+    word_embedding_zero_point,
+    position_embedding_zero_point,
+    segment_embedding_zero_point,
+    gamma_zero_point,
+    beta_zero_point,
+    *,
+    epsilon=1e-12,
+):
+    if segment_embedding is not None:
+        segment_embedding = dequantized(segment_embedding, segment_embedding_scale, segment_embedding_zero_point)
+    return normalization.EmbedLayerNormalization(
+        input_ids,
+        segment_ids,
+        dequantized(word_embedding_quant, word_embedding_scale, word_embedding_zero_point),
+        dequantized(position_embedding_quant, position_embedding_scale, position_embedding_zero_point),
+        segment_embedding,
+        dequantized(gamma_quant, gamma_scale, gamma_zero_point),
+        dequantized(beta_quant, beta_scale, beta_zero_point),
+        mask,
+        epsilon=epsilon,
+    )[:2]
 
 
 # ---- pooling and convolution ----------------------------------------------------------------------------------------
@@ -168,6 +232,11 @@ def QLinearConv(
     return _channels_first(convolve, x, channels_last)
 
 
+def _biased(product: Array, bias: Array | None, wanted: np.dtype) -> Array:
+    """A product in float32, plus a bias if there is one, as `wanted`."""
+    return cast(product if bias is None else product + cast(bias, np.float32), wanted)
+
+
 # ---- products of 8-bit matrices -------------------------------------------------------------------------------------
 
 
@@ -200,7 +269,7 @@ def QGemm(
 def MatMulIntegerToFloat(A, B, a_scale, b_scale, a_zero_point=None, b_zero_point=None, bias=None):
     total = MatMulInteger(A, B, a_zero_point, b_zero_point)
     product = rescaled(total, rescaled(per_row(a_scale, A), b_scale))
-    return cast(product if bias is None else product + cast(bias, np.float32), a_scale.dtype)
+    return _biased(product, bias, a_scale.dtype)
 
 
 @operator(domain=_DOMAIN)
@@ -265,7 +334,155 @@ def MatMulNBits(
 
         centred = cast(q, np.float32) - cast(by_element(zero_points), np.float32)
         product = _times_weight(A, centred * cast(by_element(scales), np.float32))
-    return cast(product if bias is None else product + cast(bias, np.float32), A.dtype)
+    return _biased(product, bias, A.dtype)
+
+
+def _normalized(a: Array, skip: Array | None, scale: Array | None, epsilon: float) -> tuple[Array, Array | None]:
+    """`a`, or `a + skip`, through a SimplifiedLayerNormalization if it has a scale, and the sum before it."""
+    if scale is None:
+        if skip is not None:
+            raise ValueError("skip without norm_scale is not defined")
+        return a, None
+    if skip is None:
+        return normalization.SimplifiedLayerNormalization(a, scale, epsilon=epsilon)[0], None
+    y, _, _, total = normalization.SkipSimplifiedLayerNormalization(a, skip, scale, epsilon=epsilon)
+    return y, total
+
+
+@operator(domain=_DOMAIN)
+def MatMulNBitsQkv(
+    A,
+    skip,
+    norm_scale,
+    q_B,
+    q_scales,
+    q_bias,
+    k_B,
+    k_scales,
+    k_bias,
+    v_B,
+    v_scales,
+    v_bias=None,
+    *,
+    K,
+    Nq,
+    Nkv,
+    block_size,
+    accuracy_level=0,
+    bits=4,
+    epsilon=1e-6,
+):
+    x, total = _normalized(A, skip, norm_scale, epsilon)
+    weights = ((q_B, q_scales, q_bias, Nq), (k_B, k_scales, k_bias, Nkv), (v_B, v_scales, v_bias, Nkv))
+    products = (
+        MatMulNBits(x, B, scales, bias=bias, K=K, N=N, block_size=block_size, bits=bits)
+        for B, scales, bias, N in weights
+    )
+    return *products, total
+
+
+@operator(domain=_DOMAIN)
+def MatMulNBitsMlp(
+    A,
+    skip,
+    norm_scale,
+    gate_B,
+    gate_scales,
+    gate_bias,
+    up_B,
+    up_scales,
+    up_bias=None,
+    *,
+    K,
+    N,
+    activation,
+    block_size,
+    accuracy_level=0,
+    bits=4,
+    epsilon=1e-5,
+):
+    """ONNX Runtime names one activation, "silu"."""
+    if activation != "silu":
+        raise ValueError(f"the activation {activation!r} is not supported")
+    x, total = _normalized(A, skip, norm_scale, epsilon)
+    gate, up = (
+        MatMulNBits(x, B, scales, bias=bias, K=K, N=N, block_size=block_size, bits=bits)
+        for B, scales, bias in ((gate_B, gate_scales, gate_bias), (up_B, up_scales, up_bias))
+    )
+    return jax.nn.silu(gate) * up, total
+
+
+_BLOCKS = (32, 32, 64)
+"""How many elements the blocks of MatMulFpQ4 have, by `blk_quant_type`."""
+
+
+@operator(domain=_DOMAIN, known=("B_shape",))
+def MatMulFpQ4(A, B, B_shape, *, blk_quant_type=1):
+    """A block of a column is its scale, in type 1 its zero point, and its elements: the low halves of 16 bytes are 16
+    of them, the high halves the next 16. ONNX Runtime takes type 2 for type 1."""
+    if blk_quant_type not in range(len(_BLOCKS)):
+        raise ValueError(f"blk_quant_type is {blk_quant_type}, not 0, 1 or 2")
+    block, (k, n) = _BLOCKS[blk_quant_type], dims(B_shape)
+    blob = B.reshape(n, -(-k // block), -1)
+    scale, blob = lax.bitcast_convert_type(blob[..., :4], np.float32), blob[..., 4:]
+    zero, blob = (blob[..., :1], blob[..., 1:]) if blk_quant_type == 1 else (np.uint8(8), blob)
+    halves = _unpacked(blob, 4).reshape(n, -1, 16, 2)
+    q = jnp.swapaxes(halves, -1, -2).reshape(*scale.shape, block)
+    weight = dequantized(q, scale[..., None], zero).reshape(n, -1)[:, :k]
+    return _times_weight(A, weight)
+
+
+# ---- weights of small floats ----------------------------------------------------------------------------------------
+
+_E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+"""What four bits stand for as a float4."""
+
+
+@operator(domain=_DOMAIN)
+def MatMulBlockQuantizedFp4Weight(A, B, weight_scale, weight_scale_2, input_scale=None, bias=None, *, block_size=16):
+    """The weight is rounded to the dtype of A; `input_scale` changes nothing."""
+    scale = cast(lax.bitcast_convert_type(weight_scale, ml_dtypes.float8_e4m3fn), np.float32) * weight_scale_2
+    weight = jnp.asarray(_E2M1)[_unpacked(B, 4)]
+    weight = cast(weight * in_blocks(scale, block_size, 1, weight.shape[1]), A.dtype)
+    product = _times_weight(A, cast(weight, np.float32))
+    return _biased(product, bias, A.dtype)
+
+
+@operator(domain=_DOMAIN)
+def MatMulBlockQuantizedFp8Weight(A, B, b_scale, a_scale=None, bias=None, *, block_size=128):
+    """An activation beyond the range of float8 saturates."""
+    x = A if a_scale is None else dequantized(quantized(A, a_scale, None, B.dtype), a_scale)
+    product = _times_weight(x, cast(B, np.float32) * in_blocks(b_scale, block_size, 1, B.shape[1]))
+    return _biased(product, bias, A.dtype)
+
+
+@operator(domain=_DOMAIN)
+def GemmFloat8(
+    A,
+    B,
+    C=None,
+    scaleA=None,
+    scaleB=None,
+    scaleY=None,
+    *,
+    activation="NONE",
+    alpha=1.0,
+    beta=0.0,
+    dtype=1,
+    transA=0,
+    transB=0,
+):
+    """Scales multiply, also that of the result, as in cuBLAS. GELU is the approximation by tanh; a float8 saturates."""
+    activations = {"NONE": lambda y: y, "RELU": jax.nn.relu, "GELU": jax.nn.gelu}
+    if activation not in activations:
+        raise ValueError(f"the activation {activation!r} is not one of {[*activations]}")
+    a, b = cast(A.T if transA else A, np.float32), cast(B if transB else B.T, np.float32)
+    y = alpha * _times_weight(a if scaleA is None else a * scaleA, b if scaleB is None else b * scaleB)
+    y = activations[activation](y if C is None else y + beta * cast(C, np.float32))
+    y = y if scaleY is None else y * scaleY
+    return (
+        saturated(y, None, arrays.dtype(dtype)) if arrays.dtype(dtype).itemsize == 1 else cast(y, arrays.dtype(dtype))
+    )
 
 
 _FP4 = np.array([0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4], np.float32)
@@ -329,3 +546,63 @@ def GatherBlockQuantized(
     result = cast(dequantized(q, scale, zero), scales.dtype)
     inside = inside.reshape((1,) * gather + inside.shape + (1,) * (data.ndim - gather - 1))
     return jnp.where(inside, result, 0)
+
+
+# ---- 8-bit matrices in an order of cuBLAS ---------------------------------------------------------------------------
+
+
+def _reordered(x: Array, order: int, *, by_rows: bool) -> Array:
+    """Matrices from one of cuBLAS's orders (0 by columns, 1 by rows, 2 by rows of 32 columns at a time) to that by rows
+    which their shape says, or the other way."""
+    *batch, rows, columns = x.shape if x.ndim > 1 else (1, *x.shape)
+    width = {0: 1, 1: columns, 2: 32}.get(order)
+    if width is None or columns % width:
+        raise ValueError(f"the order {order} is not supported for {columns} columns")
+    outer = (columns // width, rows) if by_rows else (rows, columns // width)
+    return jnp.swapaxes(x.reshape(*batch, *outer, width), -2, -3).reshape(x.shape)
+
+
+def _from_order(x: Array, order: int) -> Array:
+    return _reordered(x, order, by_rows=True)
+
+
+def _to_order(x: Array, order: int) -> Array:
+    return _reordered(x, order, by_rows=False)
+
+
+_INT8 = np.dtype(np.int8)
+
+
+@operator(domain=_DOMAIN)
+def QuantizeWithOrder(input, scale_input, *, order_input, order_output):
+    """The orders COL4_4R2_8C and COL32_2R_4R4 are not supported, here and in the operators below."""
+    return _to_order(quantized(_from_order(input, order_input), scale_input, None, _INT8), order_output)
+
+
+@operator(domain=_DOMAIN)
+def DequantizeWithOrder(input, scale_input, *, order_input, order_output, to):
+    plain_order = _to_order(_from_order(input, order_input), order_output)
+    return cast(dequantized(plain_order, scale_input), arrays.dtype(to))
+
+
+@operator(domain=_DOMAIN)
+def QOrderedMatMul(A, scale_A, B, scale_B, scale_Y, bias=None, C=None, scale_C=None, *, order_A, order_B, order_Y):
+    y = rescaled(MatMulInteger(_from_order(A, order_A), _from_order(B, order_B)), rescaled(scale_A, scale_B))
+    y = y if bias is None else y + bias
+    y = y if C is None else y + dequantized(_from_order(C, order_Y), scale_C)
+    return _to_order(quantized(y, scale_Y, None, _INT8), order_Y)
+
+
+@operator(domain=_DOMAIN)
+def QOrderedGelu(X, scale_X, scale_Y, *, order_X=None, order_Y=None):
+    if order_X != order_Y and None not in (order_X, order_Y):
+        raise ValueError(f"order_Y is {order_Y}, but order_X {order_X}")
+    return quantized(jax.nn.gelu(dequantized(X, scale_X), approximate=False), scale_Y, None, _INT8)
+
+
+@operator(domain=_DOMAIN)
+def QOrderedLayerNormalization(X, scale_X, scale, B, scale_Y, *, axis=-1, epsilon=1e-5, order_X=1, order_Y=1):
+    x = dequantized(_from_order(X, order_X), scale_X)
+    scale, B = (None if v is None else cast(v, np.float32) for v in (scale, B))
+    y, _, _ = normalization.LayerNormalization(x, scale, B, axis=axis, epsilon=epsilon, stash_type=1)
+    return _to_order(quantized(y, scale_Y, None, _INT8), order_Y)
