@@ -192,6 +192,38 @@ def test_half_precision_graphs_compute_in_float32_unless_told_otherwise(element:
         transmuter.load(half_precision(element), compute_type="float64")
 
 
+@pytest.mark.parametrize("element", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
+def test_each_half_precision_result_is_rounded_when_compiled_too(element: int) -> None:
+    nodes = [
+        helper.make_node("Mul", ["x", "x"], ["squares"]),
+        helper.make_node("Add", ["squares", "x"], ["sums"]),
+        helper.make_node("Mul", ["sums", "sums"], ["more"]),
+        helper.make_node("Sub", ["more", "squares"], ["y"]),
+    ]
+    source = model_of(nodes, [info("x", (500,), element)], [info("y", None, element)], opset=22)
+    x = np.linspace(0.1, 3, 500).astype(helper.tensor_dtype_to_np_dtype(element))
+    squares = x * x
+    wanted = (squares + x) * (squares + x) - squares
+    model = transmuter.load(source, compute_type=None)
+    for call in (lambda x: transmuter.run(model, x), transmuter.compile(model)):
+        np.testing.assert_array_equal(np.asarray(call({"x": x})["y"]), wanted)
+    gradient = jax.grad(lambda x: jnp.sum(transmuter.compile(model)({"x": x})["y"]))(jnp.asarray(x))
+    exact = x.astype(np.float64)
+    np.testing.assert_allclose(gradient.astype(np.float32), 2 * (exact**2 + exact) * (2 * exact + 1) - 2 * exact, 0.05)
+
+
+def test_a_graph_without_bfloat16_weights_keeps_the_type() -> None:
+    element, third = TensorProto.BFLOAT16, np.float32(1 / 3)
+    nodes = [
+        helper.make_node("Cast", ["x"], ["half"], to=element),
+        helper.make_node("Cast", ["half"], ["y"], to=TensorProto.FLOAT),
+    ]
+    model = transmuter.load(model_of(nodes, [info("x", (1,))], [info("y", (1,))]))
+    for call in (lambda x: transmuter.run(model, x), transmuter.compile(model)):
+        y = np.asarray(call({"x": np.array([third])})["y"])
+        assert y == third.astype(helper.tensor_dtype_to_np_dtype(element)).astype(np.float32) != third
+
+
 def test_tables_of_64_bit_integers_inside_a_callers_jit() -> None:
     """A table above 1024 elements is a buffer; with x64 off it is narrowed where it fits."""
     table = np.arange(2000, dtype=np.int64)

@@ -19,7 +19,7 @@ import onnx_ir as ir
 from transmuter import reading
 from transmuter.errors import InputError, LoweringError
 from transmuter.lowering import evaluation
-from transmuter.lowering.arrays import canonical, cast, compute_dtype, computed, in_jax, traced
+from transmuter.lowering.arrays import canonical, cast, compute_dtypes, computed, in_jax, traced
 from transmuter.staging import staged
 
 _SMALL = 16
@@ -28,7 +28,8 @@ _SMALL_INTEGERS = 1024
 """The same for integers and booleans, which hold shapes, axes and index tables."""
 _BAKED_WARNING = 16 << 20
 _INTEGERS = {np.dtype(t) for t in "?bhiqBHIQ"}
-_FLOATS = {np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)}
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_FLOATS = {_BFLOAT16, *(np.dtype(t) for t in (np.float16, np.float32, np.float64))}
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ def load(
         source: A path, the file's bytes, an `onnx.ModelProto`, an `onnx_ir.Model`, or
             `"hf://org/repo[@revision]/path/to/model.onnx"` for a file on the Hugging Face Hub.
         trainable: Make every float weight a param. Without it, those of a few elements are constants.
-        compute_type: `"float32"` computes float16 and bfloat16 graphs in float32, as ONNX Runtime does on a CPU;
-            inputs, outputs and params keep their dtypes. None computes in the graph's own dtypes.
+        compute_type: `"float32"` computes float16 graphs, and those with bfloat16 weights, in float32, as ONNX Runtime
+            does on a CPU; inputs, outputs and params keep their dtypes. None computes in the graph's own dtypes.
         device: Where the weights live; None is JAX's default device.
         seed: Seeds random operators where a call gives no key.
 
@@ -108,6 +109,12 @@ class Model:
     ):
         self._ir, self.graph = weights.model, weights.model.graph
         self.compute_type, self.device, self.seed = compute_type, device, seed
+        self._dtypes: dict[np.dtype, np.dtype] = {}
+        if compute_type is not None:
+            self._dtypes[np.dtype(np.float16)] = np.dtype(compute_type)
+            # ONNX Runtime computes no bfloat16 on a CPU; without such weights the specification's types hold
+            if any(array.dtype == _BFLOAT16 for array in weights.arrays.values()):
+                self._dtypes[_BFLOAT16] = np.dtype(compute_type)
         self.opsets = {("" if d == "ai.onnx" else d): v for d, v in self._ir.opset_imports.items()}
         given = set(self.graph.initializers.values())
         specs = {v: _spec(v, weights.host_types) for v in (*self.graph.inputs, *self.graph.outputs)}
@@ -306,7 +313,7 @@ class Model:
 
     def lowering_dtypes(self) -> AbstractContextManager[None]:
         """A context in which lowerings compute in the model's compute type, at full precision."""
-        return _lowering(self.compute_type)
+        return _lowering(self._dtypes)
 
     def declared(self, value: ir.Value, result: Any) -> Any:
         """A result in the half-precision dtype that the graph declares for it, where the graph computed in float32."""
@@ -423,16 +430,16 @@ class Model:
 
 
 @contextlib.contextmanager
-def _lowering(compute_type: str | None) -> Iterator[None]:
-    """Sets what lowerings compute in: `arrays.compute_dtype`, and full float32 precision for matrix products and
+def _lowering(dtypes: Mapping[np.dtype, np.dtype]) -> Iterator[None]:
+    """Sets what lowerings compute in: `arrays.compute_dtypes`, and full float32 precision for matrix products and
     convolutions, unless the caller has chosen another with `jax.default_matmul_precision`."""
     chosen = jax.config.jax_default_matmul_precision is not None
-    token = compute_dtype.set(None if compute_type is None else np.dtype(compute_type))
+    token = compute_dtypes.set(dtypes)
     try:
         with contextlib.nullcontext() if chosen else jax.default_matmul_precision("highest"):
             yield
     finally:
-        compute_dtype.reset(token)
+        compute_dtypes.reset(token)
 
 
 @contextlib.contextmanager

@@ -7,8 +7,9 @@ otherwise. A lowering whose result comes back as NumPy has produced a known valu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import jax
@@ -112,16 +113,16 @@ _WIDE_IN_32_BITS = {
     np.dtype(np.float64): np.dtype(np.float32),
     np.dtype(np.complex128): np.dtype(np.complex64),
 }
-_HALVES = {np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)}
+HALVES = {np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)}
 
-compute_dtype: ContextVar[np.dtype | None] = ContextVar("compute_dtype", default=None)
-"""What float16 and bfloat16 become in the graph that is being lowered; None keeps them."""
+compute_dtypes: ContextVar[Mapping[np.dtype, np.dtype]] = ContextVar("compute_dtypes", default=MappingProxyType({}))
+"""What float16 and bfloat16 become in the graph that is being lowered, where they do not stay."""
 
 
 def dtype(element_type: int) -> np.dtype:
     """The dtype in which the graph that is being lowered computes an ONNX element type (`to`, `dtype` attributes).
 
-    This is the type's own NumPy dtype, but that of `compute_dtype` for float16 and bfloat16. Strings are object.
+    This is the type's own NumPy dtype, or what `compute_dtypes` makes of float16 and bfloat16. Strings are object.
     """
     declared = ir.DataType(element_type).numpy()
     return computed(declared)
@@ -129,8 +130,7 @@ def dtype(element_type: int) -> np.dtype:
 
 def computed(declared: np.dtype) -> np.dtype:
     """The dtype in which values declared as `declared` are computed; see `dtype`."""
-    half = compute_dtype.get()
-    return half if half is not None and declared in _HALVES else declared
+    return compute_dtypes.get().get(declared, declared)
 
 
 def in_jax(kind: np.dtype) -> bool:

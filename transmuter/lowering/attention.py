@@ -17,6 +17,7 @@ from jax import lax
 
 from transmuter.lowering.arrays import Array, cast, dtype, shape_vector, traced
 from transmuter.lowering.linear import accumulator
+from transmuter.lowering.reduction import rounded, softmax_sum
 from transmuter.lowering.registry import operator
 
 # ---- the steps of attention ----------------------------------------------------------------------------------------
@@ -52,23 +53,31 @@ def scores(query: Array, key: Array, scale: float | None = None) -> jax.Array:
     return products.reshape(*query.shape[:3], key.shape[2]) * jnp.asarray(scale, wide)
 
 
+def _scores_in_steps(query: Array, key: Array, scale: float | None) -> jax.Array:
+    """`scores` as the specification's function has them: both operands scaled by the root, each step rounded."""
+    root = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    query, key = (x * jnp.asarray(root, x.dtype) for x in (query, key))
+    return rounded(scores(query, key, 1), query.dtype)
+
+
 def capped(scores: jax.Array, softcap: float | None) -> jax.Array:
     """Scores bent smoothly to lie between plus and minus `softcap`; as they are where it is 0."""
     return jnp.tanh(scores / softcap) * softcap if softcap else scores
 
 
-def probabilities(scores: jax.Array, sink: Array | None = None) -> jax.Array:
+def probabilities(scores: jax.Array, sink: Array | None = None, kind: Any = np.float32) -> jax.Array:
     """Softmax over the keys. Where all are masked by -inf the result is 0, and so is its gradient.
 
-    `sink` is one more score, which takes its share of the probability and belongs to no key.
+    `sink` is one more score, which takes its share of the probability and belongs to no key. `kind` is the dtype that
+    each step is `rounded` to.
     """
     top = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
     top = top if sink is None else jnp.maximum(top, sink)
     top = lax.stop_gradient(jnp.where(jnp.isneginf(top), 0, top))
-    weights = jnp.exp(scores - top)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = rounded(jnp.exp(rounded(scores - top, kind)), kind)
+    total = softmax_sum(weights, -1, kind)
     total = total if sink is None else total + jnp.exp(sink - top)
-    return weights / jnp.where(total == 0, 1, total)
+    return rounded(weights / jnp.where(total == 0, 1, total), kind)
 
 
 def mixed(probabilities: Array, value: Array) -> jax.Array:
@@ -157,8 +166,9 @@ def Attention_23(
     right = 0 if is_causal else right_window_size if right_window_size >= 0 else None
     visible = both(visible, within(positions(Q.shape[2], start), keys, left, right))
 
-    stages = [scores(Q, K, scale)]
-    stages.append(capped(stages[-1], softcap))
+    kind, is_halved = np.dtype(Q.dtype), Q.dtype == jnp.bfloat16
+    stages = [_scores_in_steps(Q, K, scale) if is_halved else scores(Q, K, scale)]
+    stages.append(rounded(capped(stages[-1], softcap), kind))
     biased = stages[-1]
     if attn_mask is not None:
         attn_mask = _padded(attn_mask, K.shape[2])
@@ -166,9 +176,11 @@ def Attention_23(
             visible = both(visible, attn_mask)
         else:
             bias = cast(attn_mask, biased.dtype)
-            biased = masked(biased + bias, jnp.logical_not(jnp.isneginf(bias)))
+            biased = masked(rounded(biased + bias, kind), jnp.logical_not(jnp.isneginf(bias)))
     stages.append(masked(biased, visible))
-    shares = probabilities(cast(stages[-1], dtype(softmax_precision)) if softmax_precision else stages[-1])
+    if softmax_precision:
+        kind = dtype(softmax_precision)
+    shares = probabilities(cast(stages[-1], kind) if softmax_precision else stages[-1], kind=kind)
     stages.append(shares)
 
     y = cast(mixed(shares, V), Q.dtype)
@@ -190,6 +202,99 @@ def FlexAttention(Q, K, V, *, prob_mod, scale, score_mod, softmax_precision):
 # ---- linear attention ----------------------------------------------------------------------------------------------
 
 
+_RULES = {"linear": (False, False), "gated": (True, False), "delta": (False, True), "gated_delta": (True, True)}
+
+
+def gates_of(update_rule: str, decay: Array | None, beta: Array | None) -> tuple[Array | None, Array | None]:
+    """The decay and the update rate that a rule of linear attention has; None for one that it has not."""
+    if update_rule not in _RULES:
+        raise ValueError(f"there is no update_rule {update_rule!r}")
+    for name, operand, has in zip(("decay", "beta"), (decay, beta), _RULES[update_rule]):
+        if has and operand is None:
+            raise ValueError(f"update_rule {update_rule!r} needs {name}")
+    return tuple(x if has else None for x, has in zip((decay, beta), _RULES[update_rule]))
+
+
+def spread(x: Array, count: int) -> Array:
+    """Heads (the last axis but one) repeated, each as often as makes `count` of them."""
+    if count % x.shape[-2]:
+        raise ValueError(f"{count} heads cannot share {x.shape[-2]}")
+    return x if x.shape[-2] == count else jnp.repeat(x, count // x.shape[-2], axis=-2)
+
+
+def linear_step(state: jax.Array, token: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """One token of linear attention: the new state, what the queries read from it, and what the key has added to it.
+
+    The state is (batch, heads, size, value size), the token's queries are (batch, heads, group, size). Its decay (in
+    logarithms) and update rate may be None.
+    """
+    queries, key, value, decay, rate = token
+    if decay is not None:
+        state = state * jnp.exp(decay)[..., None]
+    if rate is not None:
+        value = rate * (value - jnp.einsum("bkdv,bkd->bkv", state, key))
+    state = state + key[..., :, None] * value[..., None, :]
+    return state, (jnp.einsum("bkgd,bkdv->bkgv", queries, state), value)
+
+
+def _seen_step(state: jax.Array, token: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    state, (output, _) = linear_step(state, token)
+    return state, (output, state)
+
+
+def linear_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    past_state: Array | None,
+    decay: Array | None,
+    beta: Array | None,
+    *,
+    q_num_heads: int,
+    kv_num_heads: int,
+    scale: float,
+    update_rule: str,
+    window: int = 0,
+) -> tuple[jax.Array, jax.Array]:
+    """The outputs and the last state, or the last `window` states: zeros for those from before the first token.
+
+    Heads of keys, too, may be fewer than those of values, and so may those of queries.
+    """
+    decay, beta = gates_of(update_rule, decay, beta)
+    batch, length, _ = query.shape
+    size, value_size, wide = query.shape[2] // q_num_heads, value.shape[2] // kv_num_heads, accumulator(query)
+
+    def by_token(x: Array | None, *shape: int) -> jax.Array | None:
+        return None if x is None else jnp.moveaxis(cast(x, wide).reshape(batch, length, *shape), 1, 0)
+
+    queries = spread(by_token(query, q_num_heads, size), max(q_num_heads, kv_num_heads))
+    tokens = (
+        queries.reshape(length, batch, kv_num_heads, -1, size) * (scale or 1 / math.sqrt(size)),
+        spread(by_token(key, key.shape[2] // size, size), kv_num_heads),
+        by_token(value, kv_num_heads, value_size),
+        None if decay is None else by_token(decay, kv_num_heads, decay.shape[2] // kv_num_heads),
+        None if beta is None else by_token(beta, beta.shape[2], 1),
+    )
+    kept = query.dtype if past_state is None else past_state.dtype
+    empty = np.zeros((batch, kv_num_heads, size, value_size), wide)
+    state = cast(traced(empty if past_state is None else past_state), wide)
+    seen = min(window, length)
+    if not window:
+        state, (outputs, _) = lax.scan(linear_step, state, tokens)
+    else:
+        early, late = (jax.tree.map(lambda x, part=part: x[part], tokens) for part in _split(length - seen))
+        state, (before, _) = lax.scan(linear_step, state, early)
+        _, (outputs, state) = lax.scan(_seen_step, state, late)
+        outputs = jnp.concatenate((before, outputs))
+        state = jnp.pad(state, [(window - seen, 0), *[(0, 0)] * 4])
+    output = jnp.moveaxis(outputs, 0, 1).reshape(batch, length, -1)
+    return cast(output, query.dtype), cast(state, kept)
+
+
+def _split(at: int) -> tuple[slice, slice]:
+    return slice(None, at), slice(at, None)
+
+
 @operator()
 def LinearAttention_27(
     query,
@@ -206,37 +311,8 @@ def LinearAttention_27(
     update_rule,
 ):
     """The recurrence itself, token by token in float32; `chunk_size` is a hint for other ways to compute the same."""
-    for name, operand, rules in (("decay", decay, "gated gated_delta"), ("beta", beta, "delta gated_delta")):
-        if (operand is not None) != (update_rule in rules.split()):
-            raise ValueError(f"update_rule {update_rule!r} {'forbids' if operand is not None else 'needs'} {name}")
-    batch, length, _ = query.shape
-    size, value_size = query.shape[2] // q_num_heads, value.shape[2] // kv_num_heads
-
-    def by_token(x: Array | None, *shape: int) -> jax.Array | None:
-        return None if x is None else jnp.moveaxis(cast(x, np.float32).reshape(batch, length, *shape), 1, 0)
-
-    tokens = (
-        by_token(query, kv_num_heads, q_num_heads // kv_num_heads, size) * (scale or 1 / math.sqrt(size)),
-        by_token(key, kv_num_heads, size),
-        by_token(value, kv_num_heads, value_size),
-        None if decay is None else by_token(decay, kv_num_heads, decay.shape[2] // kv_num_heads),
-        None if beta is None else by_token(beta, beta.shape[2], 1),
-    )
-
-    def step(state: jax.Array, token: tuple) -> tuple[jax.Array, jax.Array]:
-        q, k, v, g, b = token
-        if g is not None:
-            state = state * jnp.exp(g)[..., None]
-        if b is not None:
-            v = b * (v - jnp.einsum("bkdv,bkd->bkv", state, k))
-        state = state + k[..., :, None] * v[..., None, :]
-        return state, jnp.einsum("bkgd,bkdv->bkgv", q, state)
-
-    kept = query.dtype if past_state is None else past_state.dtype
-    empty = np.zeros((batch, kv_num_heads, size, value_size), np.float32)
-    state, outputs = lax.scan(step, cast(traced(empty if past_state is None else past_state), np.float32), tokens)
-    output = jnp.moveaxis(outputs, 0, 1).reshape(batch, length, q_num_heads * value_size)
-    return cast(output, query.dtype), cast(state, kept)
+    heads = {"q_num_heads": q_num_heads, "kv_num_heads": kv_num_heads}
+    return linear_attention(query, key, value, past_state, decay, beta, **heads, scale=scale, update_rule=update_rule)
 
 
 # ---- rotary embedding ----------------------------------------------------------------------------------------------

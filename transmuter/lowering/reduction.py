@@ -13,7 +13,7 @@ from jax import lax
 from numpy.lib.array_utils import normalize_axis_tuple
 
 from transmuter.lowering.arrays import Array, cast, dims, is_float, is_known, shape_vector, xp
-from transmuter.lowering.elementwise import divide, widened
+from transmuter.lowering.elementwise import divide, truncate, widened
 from transmuter.lowering.registry import operator
 
 Axes = tuple[int, ...]
@@ -29,7 +29,8 @@ def _reduction(function: Callable[[Array, Axes], Array]) -> Callable[[Array, Axe
     def reduce(data: Array, axes: Axes, keepdims: int) -> Array:
         axes = normalize_axis_tuple(axes, data.ndim)
         result = function(widened(data), axes)
-        result = result if result.dtype == data.dtype else cast(result, data.dtype)
+        if result.dtype != data.dtype:
+            result = cast(result, data.dtype) if is_float(data) else truncate(result, data.dtype)
         return result if keepdims else xp.squeeze(result, axis=axes)
 
     @operator(name)
@@ -56,9 +57,10 @@ def ReduceProd(x, axes):
 
 @_reduction
 def ReduceMean(x, axes):
-    total = ReduceSum(x, axes)
-    count = xp.prod(cast(shape_vector([x.shape[axis] for axis in axes]), x.dtype), dtype=x.dtype)
-    return divide(total, count)
+    """The mean of nothing, which ONNX leaves undefined, is 0, as in ONNX Runtime."""
+    sizes = [x.shape[axis] for axis in axes]
+    count = xp.prod(cast(shape_vector(sizes), x.dtype), dtype=x.dtype)
+    return divide(ReduceSum(x, axes), xp.maximum(count, 1) if 0 in sizes else count)
 
 
 @_reduction
@@ -78,7 +80,7 @@ def ReduceL1(x, axes):
 
 @_reduction
 def ReduceL2(x, axes):
-    return _positive(_as_float(ReduceSumSquare(x, axes)), xp.sqrt, 0)
+    return _positive(ReduceSumSquare(_as_float(x), axes), xp.sqrt, 0)
 
 
 @_reduction
@@ -88,7 +90,7 @@ def ReduceSumSquare(x, axes):
 
 @_reduction
 def ReduceLogSum(x, axes):
-    return xp.log(_as_float(ReduceSum(x, axes)))
+    return xp.log(ReduceSum(_as_float(x), axes))
 
 
 @_reduction
@@ -167,11 +169,32 @@ _cumulative("CumProd_26", xp.cumprod, 1)
 # ---- softmax -------------------------------------------------------------------------------------------------------
 
 
-def _along_axis(name: str, function: Callable[[Array, int], Array]) -> None:
+def rounded(x: jax.Array, kind: np.dtype) -> jax.Array:
+    """What is left of `x` when a graph of bfloat16 has stored it as that; `x` for other kinds.
+
+    The specification spells softmax and attention out as functions, in which each step has the operands' type.
+    """
+    return lax.reduce_precision(x, 8, 7) if kind == jnp.bfloat16 else x
+
+
+def softmax_sum(powers: jax.Array, axis: int, kind: np.dtype) -> jax.Array:
+    """The sum that softmax divides by, kept as an axis of size 1. In bfloat16 each addition is rounded: those of eight
+    neighbours one after the other, then of eight such sums, and so on, so that long sums do not stand still."""
+    if kind != jnp.bfloat16:
+        return jnp.sum(powers, axis=axis, keepdims=True)
+    sums = jnp.moveaxis(powers, axis, -1)
+    while sums.shape[-1] != 1:
+        sums = jnp.pad(sums, [(0, 0)] * (sums.ndim - 1) + [(0, -sums.shape[-1] % 8)])
+        eights = jnp.moveaxis(sums.reshape(*sums.shape[:-1], -1, 8), -1, 0)
+        sums = functools.reduce(lambda a, b: rounded(a + b, kind), eights)
+    return jnp.moveaxis(sums, -1, axis)
+
+
+def _along_axis(name: str, function: Callable[[Array, int, np.dtype], Array]) -> None:
     """Registers `function`: from opset 13 on along one axis, before along all axes from `axis` on together."""
 
     def computed(x: Array, axis: int) -> Array:
-        return cast(function(widened(x), axis), x.dtype)
+        return cast(function(widened(x), axis, np.dtype(x.dtype)), x.dtype)
 
     @operator(name)
     def flattened(x, *, axis):
@@ -183,39 +206,39 @@ def _along_axis(name: str, function: Callable[[Array, int], Array]) -> None:
         return computed(x, axis)
 
 
-def _hardmax(x: Array, axis: int) -> Array:
+def _hardmax(x: Array, axis: int, kind: np.dtype) -> Array:
     first = jnp.argmax(x, axis=axis, keepdims=True)
     return cast(lax.broadcasted_iota(first.dtype, x.shape, axis % x.ndim) == first, x.dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _softmax(x: jax.Array, axis: int) -> jax.Array:
-    powers = jnp.exp(x - jnp.max(x, axis=axis, keepdims=True))
-    return powers / jnp.sum(powers, axis=axis, keepdims=True)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _softmax(x: jax.Array, axis: int, kind: np.dtype) -> jax.Array:
+    powers = rounded(jnp.exp(rounded(x - jnp.max(x, axis=axis, keepdims=True), kind)), kind)
+    return powers / softmax_sum(powers, axis, kind)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _log_softmax(x: jax.Array, axis: int) -> jax.Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _log_softmax(x: jax.Array, axis: int, kind: np.dtype) -> jax.Array:
     shifted = x - jnp.max(x, axis=axis, keepdims=True)
     return shifted - jnp.log(jnp.sum(jnp.exp(shifted), axis=axis, keepdims=True))
 
 
 def _weights(x: jax.Array, axis: int) -> jax.Array:
     """The softmax, as derivatives need it: where all elements are -inf, it is NaN, but no NaN may reach a gradient."""
-    return _softmax(jnp.maximum(x, jnp.finfo(x.dtype).min), axis)
+    return _softmax(jnp.maximum(x, jnp.finfo(x.dtype).min), axis, x.dtype)
 
 
 @_softmax.defjvp
-def _(axis, primals, tangents):
+def _(axis, kind, primals, tangents):
     (x,), (dx,) = primals, tangents
     weights = _weights(x, axis)
-    return _softmax(x, axis), weights * dx - weights * jnp.sum(weights * dx, axis=axis, keepdims=True)
+    return _softmax(x, axis, kind), weights * dx - weights * jnp.sum(weights * dx, axis=axis, keepdims=True)
 
 
 @_log_softmax.defjvp
-def _(axis, primals, tangents):
+def _(axis, kind, primals, tangents):
     (x,), (dx,) = primals, tangents
-    return _log_softmax(x, axis), dx - jnp.sum(_weights(x, axis) * dx, axis=axis, keepdims=True)
+    return _log_softmax(x, axis, kind), dx - jnp.sum(_weights(x, axis) * dx, axis=axis, keepdims=True)
 
 
 _along_axis("Softmax", _softmax)

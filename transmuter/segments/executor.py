@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 import onnx_ir as ir
+from jax.core import Tracer
 
 from transmuter.errors import GraphBreakError, InputError
 from transmuter.lowering.arrays import contents, is_float
@@ -118,7 +119,7 @@ class CompiledModel:
         given = inputs[0] if len(inputs) == 1 and isinstance(inputs[0], (Mapping, list, tuple)) else inputs
         model = self.model
         held = model.bind_inputs(given)
-        tracers = [x for x in jax.tree.leaves((list(held.values()), params)) if isinstance(x, jax.core.Tracer)]
+        tracers = [x for x in jax.tree.leaves((list(held.values()), params)) if isinstance(x, Tracer)]
         if staged() or varying_axes(tracers):
             if params is None:
                 model.warn_of_baking(model.params)
@@ -207,7 +208,9 @@ class CompiledModel:
             if not x64 and segment.is_wide and (differentiated(leaves) or differentiated(weights)):
                 flat = transposed_exactly(executable.function, weights, [*leaves, *keys])
             else:
-                flat = executable.function(weights, [*leaves, *keys])
+                followed = executable.rounding is None or any(isinstance(x, Tracer) for x in (*leaves, *weights))
+                function = executable.function if followed else executable.rounding
+                flat = function(weights, [*leaves, *keys])
             if segment.calls == 0:
                 segment.compile_seconds = time.perf_counter() - started
             segment.calls += 1
@@ -382,7 +385,7 @@ def _readable(value: ir.Value, array: Any) -> np.ndarray:
             "contents. Give it as a NumPy array that the transform does not map over.",
             operand=value.name or "",
         )
-    if isinstance(array, jax.core.Tracer) and is_float(array):
+    if isinstance(array, Tracer) and is_float(array):
         raise InputError(
             f"The input {value.name!r} is static and is being differentiated, but no gradient flows to contents. "
             "Take it out of static_inputs, or wrap it in jax.lax.stop_gradient."

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import onnx_ir as ir
 
-from transmuter.lowering.arrays import in_jax, is_float, is_known, traced
+from transmuter.lowering.arrays import HALVES, in_jax, is_float, is_known, traced
 from transmuter.lowering.evaluation import HOST, PENDING, Bind, Break, Evaluation, Work
 from transmuter.model import Model
 from transmuter.segments import preparation
@@ -206,7 +206,11 @@ class Segment:
         """The compiled function for the model's own params, which are prepared, or for given ones, which are not."""
         if own_params not in self._executables:
             cut = preparation.split(self._flat, self._names, self._inputs, prepare=own_params)
-            self._executables[own_params] = Executable(cut.weights, jax.jit(cut.function()))
+            rounds = any(getattr(aval, "dtype", None) in HALVES for aval in self._flat.avals)
+            rounding = (
+                jax.jit(cut.function(), compiler_options={"xla_allow_excess_precision": False}) if rounds else None
+            )
+            self._executables[own_params] = Executable(cut.weights, jax.jit(cut.function()), rounding)
         return self._executables[own_params]
 
     @functools.cached_property
@@ -230,6 +234,9 @@ class Executable:
 
     weights: list[preparation.Weight]
     function: Callable[[list[Any], list[Any]], list[Any]]
+    rounding: Callable[[list[Any], list[Any]], list[Any]] | None
+    """The same where it computes in half precision, with every step rounded, as eagerly; XLA leaves roundings out if it
+    may. JAX takes such an option at top level only: not under `grad`."""
     values: list[Any] | None = None
     """The prepared weights' values, once they are computed."""
 
