@@ -8,6 +8,7 @@ A node that needs contents which are hidden raises `Break`; `segments` collects 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -165,6 +166,18 @@ class Subgraph:
         return [self._scope[value] for value in self.captures()]
 
 
+@dataclass(frozen=True)
+class Region:
+    """The part of a graph that computes one of its values from others: what a Gradient node differentiates."""
+
+    inputs: tuple[ir.Value | None, ...]
+    """The values that the node's operands stand for; None for one that does not matter."""
+    output: ir.Value
+    work: tuple[ir.Node, ...]
+    captures: tuple[ir.Value, ...]
+    """What else it reads: the graph's own inputs and weights, and values of graphs around it."""
+
+
 class Program:
     """What is fixed about a model's graph: bound nodes, captures, order of work."""
 
@@ -177,6 +190,7 @@ class Program:
         self._work: dict[Any, tuple[ir.Node, ...]] = {}
         self._bodies: dict[tuple[Any, ...], ir.Function] = {}
         self._random: dict[ir.Graph, bool] = {}
+        self._regions: dict[ir.Node, Region | None] = {}
         self._unsupported: tuple[int, dict[str, tuple[str, ...]]] = (-1, {})
         self._numbers = {node: number for number, node in enumerate(graph.all_nodes())}
 
@@ -214,6 +228,46 @@ class Program:
         yield from (v for v in node.inputs if v is not None)
         for inner in subgraphs(node):
             yield from self.captures(inner)
+        if _is_gradient(node):
+            yield from self.region(node).captures
+
+    def region(self, node: ir.Node) -> Region:
+        """What a Gradient node differentiates, found by the names that it gives.
+
+        Raises:
+            ModelError: The graph has no such value, or the value depends on the node itself.
+        """
+        found = self._regions.get(node)
+        if found is not None:
+            return found
+        if node in self._regions:
+            raise ModelError(f"{describe(node)} differentiates what depends on its own result. Export the model again.")
+        self._regions[node] = None
+        if missing := {"xs", "y"} - node.attributes.keys():
+            raise ModelError(f"{describe(node)} lacks the attribute {min(missing)!r}. Export the model again.")
+        names = [*node.attributes["xs"].value, *(node.attributes["zs"].value if "zs" in node.attributes else ())]
+        name = node.attributes["y"].value
+        output = next((v for other in node.graph for v in other.outputs if v.name == name), None)
+        if output is None or len(names) != len(node.inputs):
+            what = f"no node computes {name!r}" if output is None else f"it names {len(names)} for {len(node.inputs)}"
+            raise ModelError(f"{describe(node)} names values that it does not have: {what}. Export the model again.")
+        inputs: dict[str | None, ir.Value] = {}
+        captures: dict[ir.Value, None] = {}
+        needed, pending = set(), [output]
+        while pending:
+            value = pending.pop()
+            producer = value.producer()
+            if value.name in names:
+                inputs[value.name] = value
+            elif producer is None or producer.graph is not node.graph:
+                captures[value] = None
+            elif producer not in needed:
+                needed.add(producer)
+                pending += self.operands(producer)
+        work = tuple(other for other in node.graph if other in needed)
+        region = Region(tuple(map(inputs.get, names)), output, work, tuple(captures))
+        self._regions[node] = region
+        return region
 
     def is_random(self, graph: ir.Graph) -> bool:
         """Whether a node of `graph`, or of a graph or function inside it, draws random numbers."""
@@ -539,6 +593,8 @@ class Evaluation:
             attributes["key"] = jax.random.fold_in(scope.key, self.program.number(node)) if draws else None
         if "output_count" in lowering.fills:
             attributes["output_count"] = len(node.outputs)
+        if "region" in lowering.fills:
+            attributes["region"] = functools.partial(self._region, self.program.region(node), scope)
         try:
             result = lowering.function(*operands, **attributes)
         except NeedsContents as needed:
@@ -549,6 +605,14 @@ class Evaluation:
                 if isinstance(operand, np.ndarray):
                     narrow(operand)
         return tuple(r if isinstance(r, jax.Array) else settled(r) for r in results)
+
+    def _region(self, region: Region, outer: Scope, *operands: Any) -> Any:
+        """The output of `region` for these values of its inputs."""
+        values = {value: operand for value, operand in zip(region.inputs, operands, strict=True) if value is not None}
+        scope = Scope(values, outer.opsets, parent=outer, attributes=outer.attributes, key=outer.key)
+        for node in region.work:
+            self.node(node, scope)
+        return scope[region.output]
 
     def _error(self, needed: Break) -> GraphBreakError:
         while needed.inside is not None:
@@ -599,6 +663,10 @@ def resolved(node: ir.Node, scope: Scope) -> dict[str, ir.Attr]:
             outer = scope.attributes[attribute.ref_attr_name]
             found[attribute.name] = ir.Attr(attribute.name, outer.type, outer.value)
     return found
+
+
+def _is_gradient(node: ir.Node) -> bool:
+    return node.op_type == "Gradient" and node.domain == "ai.onnx.preview.training"
 
 
 def describe(node: ir.Node) -> str:

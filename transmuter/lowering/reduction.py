@@ -180,11 +180,11 @@ def rounded(x: jax.Array, kind: np.dtype) -> jax.Array:
 def softmax_sum(powers: jax.Array, axis: int, kind: np.dtype) -> jax.Array:
     """The sum that softmax divides by, kept as an axis of size 1. In bfloat16 each addition is rounded: those of eight
     neighbours one after the other, then of eight such sums, and so on, so that long sums do not stand still."""
-    if kind != jnp.bfloat16:
+    if kind != jnp.bfloat16 or not isinstance(powers.shape[axis], int):
         return jnp.sum(powers, axis=axis, keepdims=True)
     sums = jnp.moveaxis(powers, axis, -1)
-    while sums.shape[-1] != 1:
-        sums = jnp.pad(sums, [(0, 0)] * (sums.ndim - 1) + [(0, -sums.shape[-1] % 8)])
+    while (count := sums.shape[-1]) != 1:
+        sums = jnp.pad(sums, [(0, 0)] * (sums.ndim - 1) + [(0, max(-count % 8, 8 - count))])
         eights = jnp.moveaxis(sums.reshape(*sums.shape[:-1], -1, 8), -1, 0)
         sums = functools.reduce(lambda a, b: rounded(a + b, kind), eights)
     return jnp.moveaxis(sums, -1, axis)

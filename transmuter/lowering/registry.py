@@ -2,8 +2,9 @@
 
 A lowering is a plain function whose signature is the operator's ONNX schema: tensor inputs are positional (optional
 ones default to None, a variadic one is `*args`), attributes are keyword-only under their ONNX names. An attribute
-without a default gets the schema's. Two further keyword-only parameters are filled in where a signature has them: `key`
-(a JAX random key of the node's own) and `output_count` (how many outputs the node lists).
+without a default gets the schema's. Further keyword-only parameters are filled in where a signature has them: `key` (a
+JAX random key of the node's own), `output_count` (how many outputs the node lists), and for Gradient alone `region`
+(what it differentiates, as a function of its operands).
 
     @operator(known=("shape",))
     def Reshape(data, shape, *, allowzero): ...
@@ -24,7 +25,7 @@ from typing import Any
 import onnx
 import onnx.defs
 
-_FILLED = ("key", "output_count")
+_FILLED = ("key", "output_count", "region")
 _NO_DEFAULT = inspect.Parameter.empty
 
 

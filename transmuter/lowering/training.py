@@ -1,16 +1,29 @@
-"""Optimiser steps of ai.onnx.preview.training: each operator takes one step for any number of tensors."""
+"""ai.onnx.preview.training: Gradient, and optimiser steps, each for any number of tensors at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from transmuter.lowering.arrays import cast
+from transmuter.lowering.arrays import cast, traced
 from transmuter.lowering.registry import operator
 
 _DOMAIN = "ai.onnx.preview.training"
+
+
+@operator(domain=_DOMAIN)
+def Gradient(*inputs, xs, y, zs=(), region):
+    """Derivatives of the sum of `y`. The operands may be other values than those that `xs` and `zs` name: the nodes in
+    between are evaluated on them."""
+    variables, others = map(list, (map(traced, inputs[: len(xs)]), inputs[len(xs) :]))
+    value, pullback = jax.vjp(lambda variables: region(*variables, *others), variables)
+    return tuple(pullback(jnp.ones_like(value))[0])
+
+
+# ---- optimisers ----------------------------------------------------------------------------------------------------
 
 
 def _step(update: Callable[..., tuple[Any, ...]], operands: Sequence[Any], kinds: int) -> tuple[Any, ...]:
