@@ -74,6 +74,24 @@ def NhwcMaxPool(x, *, kernel_shape, auto_pad="NOTSET", ceil_mode=0, dilations=No
     return jnp.moveaxis(_pooled(jnp.moveaxis(x, -1, 1), by, lax.max, _lowest(x.dtype)), 1, -1)
 
 
+@operator(domain="com.microsoft")
+def MaxpoolWithMask(x, mask, *, kernel_shape, auto_pad="NOTSET", pads=None, storage_order=0, strides=None):
+    """In each row of a window the elements from the first masked one on do not count, but an image's first one always
+    does. A window where none counts gives the lowest number. Masks repeat over batch and channels; ONNX Runtime
+    misplaces all but the first."""
+    by, last = window(x.shape[2:], kernel_shape, strides, pads, None, auto_pad), len(kernel_shape) - 1
+    lowest = np.asarray(np.finfo(x.dtype).min, x.dtype)
+    seen = jnp.reshape(mask != 0, (-1, *mask.shape[2:]))
+    seen = jnp.tile(seen, (x.shape[0] * x.shape[1] // seen.shape[0], *[1] * len(by.size))).reshape(x.shape)
+    if last:
+        seen = seen.at[(..., *[0] * len(by.size))].set(True)
+    counts = itertools.accumulate(_views(seen, by, last, np.True_), jnp.logical_and)
+    views = zip(_views(x, by, last, lowest), counts)
+    rows = functools.reduce(lax.max, (jnp.where(count, view, lowest) for view, count in views))
+    by = replace(by, size=(*by.size[:-1], 1), strides=(*by.strides[:-1], 1), padding=(*by.padding[:-1], (0, 0)))
+    return _pooled(rows, by, lax.max, lowest)
+
+
 def _places(x: Array, by: Window, storage_order: int | None) -> jax.Array:
     """Where in `x`, as one row of elements, the first of the largest elements of each window is."""
     batch, channels, *spatial = x.shape

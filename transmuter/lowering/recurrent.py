@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from transmuter.lowering.arrays import cast, traced
+from transmuter.lowering.attention import masked, positions, probabilities
 from transmuter.lowering.control_flow import varying, varying_axes
 from transmuter.lowering.linear import accumulator
 from transmuter.lowering.registry import operator
@@ -311,6 +312,64 @@ def _lstm_step(layer: _Layer, recurrence: Callable[[int], Function], P: jax.Arra
         return step
 
     return of
+
+
+@operator(domain="com.microsoft")
+def AttnLSTM(
+    X,
+    W,
+    R,
+    B=None,
+    sequence_lens=None,
+    initial_h=None,
+    initial_c=None,
+    P=None,
+    QW=None,
+    MW=None,
+    V=None,
+    M=None,
+    memory_seq_lens=None,
+    AW=None,
+    *,
+    activation_alpha=None,
+    activation_beta=None,
+    activations=None,
+    clip=None,
+    direction="forward",
+    hidden_size=None,
+    input_forget=0,
+):
+    """An LSTM that reads from a memory after each step, and sees what it has read beside the next step's input."""
+    layer = _Layer(direction, 0, activations, activation_alpha, activation_beta, clip, input_forget)
+    return _attentive_lstm(layer, X, W, R, B, sequence_lens, initial_h, initial_c, P, QW, MW, V, M, memory_seq_lens, AW)
+
+
+@_once
+def _attentive_lstm(layer: _Layer, *operands: Any) -> tuple[jax.Array, ...]:
+    X, W, R, B, lengths, h, c, P, QW, MW, V, M, memory_lengths, AW = operands
+    size, biases = X.shape[-1], _biases(B, R).sum(1)
+    seen = positions(M.shape[1]) < (M.shape[1] if memory_lengths is None else memory_lengths[:, None])
+    lstm = _lstm_step(layer, lambda d: lambda h: _product(h, R[d].T), P)
+
+    def step(d: int) -> Step:
+        inner, keys = lstm(d), _product(M, MW[d])
+
+        def read(h: jax.Array) -> jax.Array:
+            fit = jnp.sum(V[d] * jnp.tanh(keys + _product(h, QW[d])[:, None]), axis=-1)
+            context = jnp.einsum("bm,bmd->bd", probabilities(masked(fit, seen)), M)
+            return context if AW is None else _product(jnp.concatenate((h, context), -1), AW[d])
+
+        def of(gates: jax.Array, states: Sequence[jax.Array]) -> Sequence[jax.Array]:
+            h, c, attention = states
+            h, c = inner(gates + _product(attention, W[d, :, size:].T), (h, c))
+            return [h, c, read(h)]
+
+        return of
+
+    nothing = jnp.zeros((layer.directions, X.shape[1], W.shape[2] - size), X.dtype)
+    project = lambda x, d: _product(x, W[d, :, :size].T) + biases[d]
+    Y, h, c, _ = layer.run(X, R.shape[-1], lengths, [h, c, nothing], operands, project, step)
+    return Y, h, c
 
 
 @operator(domain="com.microsoft")

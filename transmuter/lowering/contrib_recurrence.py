@@ -1,0 +1,438 @@
+"""What ONNX Runtime's language models with recurrent layers carry from token to token, and return for the next call:
+samples of a causal convolution, states of linear attention, the last tokens of hashed n-grams.
+
+Sequences of different lengths come packed, one after the other; `cumulative` offsets tell where each begins and ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from transmuter.lowering.arrays import Array, cast, contents, traced
+from transmuter.lowering.attention import gates_of, linear_attention, linear_step, spread
+from transmuter.lowering.convolution import causal
+from transmuter.lowering.linear import accumulator
+from transmuter.lowering.registry import operator
+
+operator = functools.partial(operator, domain="com.microsoft")
+
+# ---- packed sequences ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Where each token of packed sequences belongs: `position` counts from the beginning of its own sequence."""
+
+    starts: jax.Array
+    lengths: jax.Array
+    sequence: jax.Array
+    position: jax.Array
+
+    @classmethod
+    def within(cls, cumulative: Array, tokens: int) -> _Packed:
+        bounds, token = cast(traced(cumulative), np.int32), jnp.arange(tokens, dtype=np.int32)
+        sequence = cast(jnp.searchsorted(bounds, token, side="right"), np.int32) - 1
+        return cls(bounds[:-1], bounds[1:] - bounds[:-1], sequence, token - bounds[sequence])
+
+    @classmethod
+    def evenly(cls, count: int, length: int) -> _Packed:
+        return cls.within(jnp.arange(count + 1, dtype=np.int32) * length, count * length)
+
+    def at(self, x: Array, past: Array, sequence: Array, position: Array) -> jax.Array:
+        """The tokens of `x` at positions of their sequences, of which negative ones lie in `past` (sequences, length,
+        ...), counted from its end."""
+        now = jnp.take(x, jnp.clip(self.starts[sequence] + position, 0, x.shape[0] - 1), axis=0)
+        if not past.shape[1]:
+            return now
+        before = past[sequence, jnp.clip(past.shape[1] + position, 0, past.shape[1] - 1)]
+        return jnp.where(jnp.expand_dims(position >= 0, tuple(range(position.ndim, now.ndim))), now, before)
+
+    def earlier(self, x: Array, past: Array, steps: int) -> jax.Array:
+        """What each token's sequence held so many steps before it."""
+        return self.at(x, past, self.sequence, self.position - steps) if steps else x
+
+    def tail(self, x: Array, past: Array, ends: Array) -> jax.Array:
+        """The last tokens before `ends` (sequences, ...) of each sequence, as many as `past` has."""
+        sequence = jnp.arange(ends.shape[0], dtype=np.int32).reshape(-1, *[1] * ends.ndim)
+        return self.at(x, past, sequence, ends[..., None] + jnp.arange(-past.shape[1], 0, dtype=np.int32))
+
+    def captured(self, counts: Array, capacity: int) -> tuple[jax.Array, jax.Array]:
+        """The first `capacity` positions of each sequence, and whether they are among the first of `counts`."""
+        slots = jnp.broadcast_to(jnp.arange(capacity, dtype=np.int32), (self.starts.shape[0], capacity))
+        return slots, slots < jnp.minimum(counts, self.lengths)[:, None]
+
+    def prefix(self, x: Array, counts: Array, capacity: int) -> jax.Array:
+        """The first tokens of each sequence (sequences, capacity, ...), those beyond `counts` zero."""
+        slots, is_used = self.captured(counts, capacity)
+        first = jnp.take(x, jnp.clip(self.starts[:, None] + slots, 0, x.shape[0] - 1), axis=0)
+        return jnp.where(jnp.expand_dims(is_used, tuple(range(2, first.ndim))), first, 0)
+
+
+def _check_capture(capacity: int, count: Array | None) -> None:
+    if (count is not None) != (capacity > 0):
+        raise ValueError("capture_count is wanted exactly where state_update_capacity is positive")
+
+
+# ---- causal convolution --------------------------------------------------------------------------------------------
+
+
+@operator()
+def CausalConvWithState(
+    input,
+    weight,
+    bias=None,
+    past_state=None,
+    *,
+    activation="none",
+    channels_last=0,
+    dilation=1,
+    input_channel_offset=0,
+    input_channels=0,
+    ndim=1,
+    state_channels_last=-1,
+    state_length=0,
+    state_update_capacity=0,
+    state_window=0,
+):
+    """Of images and volumes it is not said how the other dimensions are padded; ONNX Runtime's kernels refuse them."""
+    if ndim != 1:
+        raise ValueError("only one spatial dimension is supported")
+    if input_channels:
+        input = input[..., input_channel_offset : input_channel_offset + input_channels]
+    is_last = channels_last if state_channels_last < 0 else state_channels_last
+    x = _channels_first(input) if channels_last else input
+    batch, channels, length = x.shape
+    kept = state_length or (weight.shape[2] - 1) * dilation
+    if past_state is None:
+        past_state = jnp.zeros((batch, channels, kept), x.dtype)
+    else:
+        past_state = past_state[-1] if state_window else past_state
+        past_state = _channels_first(past_state) if is_last else past_state
+    y, whole = causal(x, weight, bias, past_state, activation, dilation)
+
+    def state(begin: int) -> jax.Array:
+        """What is kept from a position on; nothing from before the past."""
+        samples = whole[:, :, begin : begin + kept] if begin >= 0 else jnp.zeros((batch, channels, kept), x.dtype)
+        trailing = input.shape[2:] if channels_last else (channels,)
+        return jnp.swapaxes(samples, 1, 2).reshape(batch, kept, *trailing) if is_last else samples
+
+    first = jnp.swapaxes(x[:, :, :state_update_capacity], 1, 2)
+    ends = range(length - state_window + 1, length + 1)
+    return (
+        jnp.swapaxes(y, 1, 2).reshape(input.shape) if channels_last else y,
+        jnp.stack([state(end or -1) for end in ends]) if state_window else state(length),
+        jnp.pad(first, [(0, 0), (0, state_update_capacity - first.shape[1]), (0, 0)]),
+    )
+
+
+def _channels_first(x: Array) -> jax.Array:
+    """(batch, length, channels in any number of dimensions) as (batch, channels, length)."""
+    return jnp.swapaxes(x.reshape(*x.shape[:2], math.prod(x.shape[2:])), 1, 2)
+
+
+@operator()
+def VarlenCausalConvWithState(
+    input,
+    weight,
+    cumulative_sequence_length,
+    bias=None,
+    initial_state=None,
+    capture_count=None,
+    kernel_delta=None,
+    previous_mask=None,
+    *,
+    activation="none",
+    delta_offset=0,
+    dilation=1,
+    group_size=1,
+    state_update_capacity=0,
+):
+    if activation not in ("none", "silu", "swish"):
+        raise ValueError(f"there is no activation {activation!r}")
+    _check_capture(state_update_capacity, capture_count)
+    tokens, taps = _Packed.within(cumulative_sequence_length, input.shape[0]), weight.shape[2]
+    past = jnp.swapaxes(initial_state, 1, 2)
+    seen = [tokens.earlier(input, past, (taps - 1 - tap) * dilation) for tap in range(taps)]
+    if kernel_delta is not None:
+        if taps != 2 or dilation != 1 or activation != "none" or bias is not None or previous_mask is None:
+            raise ValueError(
+                "a kernel_delta needs a previous_mask, two taps, and neither dilation, activation nor bias"
+            )
+        deltas = jnp.repeat(kernel_delta[:, delta_offset : delta_offset + 2], group_size, axis=2)
+        previous, current = (x * (weight[:, 0, tap] + deltas[:, 1 - tap]) for tap, x in enumerate(seen))
+        y = current + previous * previous_mask
+    else:
+        wide = accumulator(input)
+        y = sum(cast(x, wide) * cast(weight[:, 0, tap], wide) for tap, x in enumerate(seen))
+        y = y if bias is None else y + cast(bias, wide)
+        y = cast(y if activation == "none" else jax.nn.silu(y), input.dtype)
+    state = jnp.swapaxes(tokens.tail(input, past, tokens.lengths), 1, 2)
+    return y, state, tokens.prefix(input, capture_count, state_update_capacity) if state_update_capacity else None
+
+
+# ---- linear attention ----------------------------------------------------------------------------------------------
+
+
+@operator()
+def LinearAttention(
+    query,
+    key,
+    value,
+    past_state=None,
+    decay=None,
+    beta=None,
+    *,
+    kv_num_heads,
+    q_num_heads,
+    chunk_size=64,
+    scale=0.0,
+    state_window=0,
+    update_rule="gated_delta",
+):
+    return linear_attention(
+        query,
+        key,
+        value,
+        past_state[-1] if state_window and past_state is not None else past_state,
+        decay,
+        beta,
+        q_num_heads=q_num_heads,
+        kv_num_heads=kv_num_heads,
+        scale=scale,
+        update_rule=update_rule,
+        window=state_window,
+    )
+
+
+def _packed_step(states: jax.Array, token: Any) -> tuple[jax.Array, Any]:
+    """`linear_step` where the states are those of all sequences, and a token says which one is its own."""
+    sequence, *parts = token
+    new, results = linear_step(states[sequence][None], [part if part is None else part[None] for part in parts])
+    return states.at[sequence].set(new[0]), [result[0] for result in results]
+
+
+@operator()
+def GatedDeltaNet(
+    query,
+    key=None,
+    value=None,
+    cu_seqlens=None,
+    decay=None,
+    beta=None,
+    initial_state=None,
+    a_log=None,
+    dt_bias=None,
+    capture_count=None,
+    state_update_active=None,
+    *,
+    beta_activation="none",
+    chunk_size=64,
+    gate_activation="none",
+    gate_lower_bound=-5.0,
+    qk_l2_norm=0,
+    scale=0.0,
+    state_update_capacity=0,
+    update_rule="gated_delta",
+):
+    """Entries of the state update beyond the captured ones are zero."""
+    decay, beta = gates_of(update_rule, decay, beta)
+    _check_capture(state_update_capacity, capture_count)
+    if key is None:
+        _, heads, value_size, size = initial_state.shape
+        shared = query.shape[-1] - heads * value_size
+        parts = jnp.split(query, [shared // 2, shared], axis=-1)
+        sizes = (size, size, value_size)
+        query, key, value = (x.reshape(*x.shape[:-1], x.shape[-1] // n, n) for x, n in zip(parts, sizes))
+    leading, wide, kind = query.shape[:-2], accumulator(query), query.dtype
+    count, (heads, value_size), size = math.prod(leading), value.shape[-2:], query.shape[-1]
+    if initial_state is None:
+        batch = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else leading[0]
+        initial_state = jnp.zeros((batch, heads, value_size, size), np.float32)
+    batch = initial_state.shape[0]
+
+    query, key, value, decay, beta = (
+        None if x is None else cast(x, wide).reshape(count, *x.shape[len(leading) :])
+        for x in (query, key, value, decay, beta)
+    )
+    if qk_l2_norm:
+        query, key = (x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-12) for x in (query, key))
+    if decay is not None:
+        decay = decay[..., None] if decay.ndim == 2 else decay
+        decay = _log_decay(decay, a_log, dt_bias, gate_activation, gate_lower_bound)
+    if beta is not None:
+        beta = (_rate(beta, beta_activation))[..., None]
+    queries = spread(query * (scale or 1 / math.sqrt(size)), heads)[:, :, None]
+    parts = (queries, spread(key, heads), value, decay, beta)
+
+    states = cast(jnp.swapaxes(initial_state, 2, 3), wide)
+    if cu_seqlens is None:
+        tokens = _Packed.evenly(batch, count // batch)
+        by_step = [x if x is None else jnp.swapaxes(x.reshape(batch, -1, *x.shape[1:]), 0, 1) for x in parts]
+        states, results = lax.scan(linear_step, states, tuple(by_step))
+        output, delta = (jnp.swapaxes(x, 0, 1) for x in results)
+    else:
+        tokens = _Packed.within(cu_seqlens, count)
+        states, (output, delta) = lax.scan(_packed_step, states, (tokens.sequence, *parts))
+    update = None
+    if state_update_capacity:
+        factor = jnp.ones((count, heads)) if decay is None else jnp.exp(decay)
+        rows = [x.reshape(count, math.prod(x.shape) // max(count, 1)) for x in (factor, key, delta)]
+        rows = [tokens.prefix(row, capture_count, state_update_capacity).reshape(batch, -1) for row in rows]
+        update = cast(jnp.concatenate(rows, axis=1), np.float32)
+        if state_update_active is not None:
+            update = jnp.where(state_update_active != 0, update, 0)
+    return (
+        cast(output.reshape(*leading, heads, value_size), kind),
+        cast(jnp.swapaxes(states, 2, 3), initial_state.dtype),
+        update,
+    )
+
+
+def _log_decay(raw: jax.Array, a_log: Array | None, bias: Array | None, activation: str, lowest: float) -> jax.Array:
+    """The logarithm of the decay (tokens, heads, size or 1) that a raw one stands for."""
+    if activation == "none":
+        return raw
+    if bias is not None:
+        raw = raw + cast(bias, raw.dtype).reshape(raw.shape[1], -1)
+    rate = jnp.exp(cast(a_log, raw.dtype))[:, None]
+    if activation in ("softplus", "qwen"):
+        return -rate * jax.nn.softplus(raw)
+    if activation in ("sigmoid", "kda"):
+        return lowest * jax.nn.sigmoid(rate * raw)
+    raise ValueError(f"there is no gate_activation {activation!r}")
+
+
+def _rate(raw: jax.Array, activation: str) -> jax.Array:
+    if activation not in ("none", "sigmoid"):
+        raise ValueError(f"there is no beta_activation {activation!r}")
+    return jax.nn.sigmoid(raw) if activation == "sigmoid" else raw
+
+
+# ---- hashed n-grams ------------------------------------------------------------------------------------------------
+
+
+def _hashes(
+    tokens: _Packed,
+    ids: Array,
+    past: Array,
+    segments: Array | None,
+    past_segments: Array | None,
+    multipliers: Array,
+    vocab_sizes: Array,
+    head_offsets: Array | None,
+    end: Array | None,
+    fill: Array,
+    heads: int,
+) -> jax.Array:
+    """A hash of the last 2, 3, ... ids at each token, as many of each as there are heads.
+
+    An id counts as `fill` where an `end`, or a segment's border, lies between it and the token.
+    """
+    sizes = contents(vocab_sizes)
+    if sizes is not None and (sizes <= 0).any():
+        raise ValueError("a vocabulary has no words")
+    mixed, is_cut, mixes = ids * multipliers[0], jnp.zeros(ids.shape, bool), []
+    for steps in range(1, past.shape[1] + 1):
+        earlier = tokens.earlier(ids, past, steps)
+        if end is not None:
+            is_cut = is_cut | (earlier == end)
+        if segments is not None and past_segments is not None:
+            a, b = (tokens.earlier(segments, past_segments, n) for n in (steps - 1, steps))
+            is_cut = is_cut | (a != b)
+        elif segments is not None:
+            a, b = (jnp.take(segments, jnp.arange(ids.shape[0]) - n, axis=0, mode="clip") for n in (steps - 1, steps))
+            is_cut = is_cut | ((a != b) & (tokens.position >= steps))
+        mixed = mixed ^ (jnp.where(is_cut, fill, earlier) * multipliers[steps])
+        mixes.append(mixed)
+    hashes = jnp.repeat(jnp.stack(mixes, -1), heads, axis=-1) % vocab_sizes
+    return hashes if head_offsets is None else hashes + head_offsets
+
+
+@operator(differentiable=False)
+def NGramHashMapping(
+    input_ids,
+    multipliers,
+    vocab_sizes,
+    past_ids=None,
+    head_offsets=None,
+    eos_token_id=None,
+    segment_ids=None,
+    *,
+    max_ngram_size,
+    n_head_per_ngram,
+    pad_id,
+    reset_on_eos=0,
+):
+    """Products that leave 32 bits need jax_enable_x64."""
+    hashes, present, *_ = VarlenNGramHashMapping(
+        input_ids.reshape(-1),
+        multipliers,
+        vocab_sizes,
+        jnp.arange(input_ids.shape[0] + 1, dtype=np.int32) * input_ids.shape[1],
+        past_ids,
+        head_offsets,
+        eos_token_id,
+        None if segment_ids is None else segment_ids.reshape(-1),
+        max_ngram_size=max_ngram_size,
+        n_head_per_ngram=n_head_per_ngram,
+        pad_id=pad_id,
+        reset_on_eos=reset_on_eos,
+    )
+    return hashes.reshape(*input_ids.shape, hashes.shape[1]), present
+
+
+@operator(differentiable=False)
+def VarlenNGramHashMapping(
+    input_ids,
+    multipliers,
+    vocab_sizes,
+    cumulative_sequence_length,
+    past_ids=None,
+    head_offsets=None,
+    eos_token_id=None,
+    segment_ids=None,
+    past_segment_ids=None,
+    capture_count=None,
+    *,
+    max_ngram_size,
+    n_head_per_ngram,
+    pad_id,
+    reset_on_eos=0,
+    state_update_capacity=0,
+):
+    """Products that leave 32 bits need jax_enable_x64."""
+    _check_capture(state_update_capacity, capture_count)
+    tokens, pad = _Packed.within(cumulative_sequence_length, input_ids.shape[0]), jnp.asarray(pad_id, input_ids.dtype)
+    fill = pad if eos_token_id is None else jnp.reshape(eos_token_id, ())
+    shape = (tokens.lengths.shape[0], max_ngram_size - 1)
+    past = jnp.broadcast_to(fill, shape) if past_ids is None else past_ids
+    hashes = _hashes(
+        tokens,
+        input_ids,
+        past,
+        segment_ids,
+        past_segment_ids,
+        multipliers,
+        vocab_sizes,
+        head_offsets,
+        fill if reset_on_eos and eos_token_id is not None else None,
+        fill,
+        n_head_per_ngram,
+    )
+    update = None
+    if state_update_capacity:
+        slots, is_used = tokens.captured(capture_count, state_update_capacity)
+        update = jnp.where(is_used[..., None], tokens.tail(input_ids, past, slots + 1), pad)
+    present = tokens.tail(input_ids, past, tokens.lengths)
+    if segment_ids is None:
+        return hashes, present, None, update
+    before = jnp.zeros(shape, segment_ids.dtype) if past_segment_ids is None else past_segment_ids
+    return hashes, present, tokens.tail(segment_ids, before, tokens.lengths), update
