@@ -15,15 +15,15 @@ from jax import lax
 
 from transmuter.lowering.arrays import (
     Array,
-    NeedsContents,
+    canonical,
     cast,
-    contents,
     dtype,
     in_jax,
     is_float,
     is_known,
     is_string,
     is_symbolic,
+    readable,
     traced,
     xp,
 )
@@ -72,23 +72,23 @@ def widened(x: Array) -> Array:
 
 
 def divide(a: Array, b: Array) -> Array:
-    """Integer division truncates towards zero, as C++ does."""
+    """Integer division truncates towards zero, as C++ does. By 0, where ONNX Runtime stops, it gives an integer of ones
+    in all bits."""
     if is_float(a):
         return xp.divide(a, b)
     if is_symbolic(a) or is_symbolic(b):  # dimensions are never negative
         return np.floor_divide(a, b)
     if is_known((a, b)):
-        return xp.floor_divide(xp.subtract(a, xp.fmod(a, b)), b)
+        ones = np.invert(np.zeros((), a.dtype))
+        return xp.where(xp.equal(b, 0), ones, xp.floor_divide(xp.subtract(a, xp.fmod(a, b)), b))
     return lax.div(*jnp.broadcast_arrays(a, b))
 
 
 def _power(x: Array, y: Array) -> Array:
     """The result has the type of the base, whatever that of the exponent is."""
-    if not is_float(x) and is_float(y):
-        return cast(xp.power(cast(x, np.float64), cast(y, np.float64)), x.dtype)
+    if not is_float(x):
+        return _integer_power(x, y)
     y = cast(y, x.dtype)
-    if not is_float(x):  # 1 / x, truncated, is 0 but for 1 and -1
-        return xp.where(xp.logical_or(y >= 0, xp.abs(x) == 1), xp.power(x, xp.abs(y)), 0)
     if is_known((x, y)):
         return xp.power(x, y)
     if not is_known(y):
@@ -96,6 +96,16 @@ def _power(x: Array, y: Array) -> Array:
     if y.size == 1 and y.ndim <= x.ndim and y.item() in (1, 2, 3, 4):
         return lax.integer_pow(x, int(y.item()))
     return jnp.power(x, y)
+
+
+def _integer_power(x: Array, y: Array) -> Array:
+    """Powers that are no integers are truncated; those that do not fit, and those of 0 by a negative exponent, are
+    undefined."""
+    if is_float(y):
+        return truncate(xp.power(cast(x, np.float64), cast(y, np.float64)), x.dtype)
+    small = xp.logical_and(y >= 0, y < 64)  # for all other exponents, only 0, 1 and -1 have powers that fit
+    power = xp.power(x, cast(xp.where(small, y, 62 + y % 2), x.dtype))
+    return xp.where(xp.logical_or(y >= 0, xp.abs(x) == 1), power, 0)
 
 
 @jax.custom_jvp
@@ -184,23 +194,15 @@ def IsInf(x, *, detect_negative, detect_positive):
 @operator("Where_9")
 def Where(condition, x, y):
     if is_string(x) or is_string(y):
-        condition = _readable(condition, "condition")
+        condition = readable(condition, "condition")
     return xp.where(condition, x, y)
-
-
-def _readable(x: Array, operand: str) -> np.ndarray:
-    """What `x` holds; strings are made on the host."""
-    held = contents(x)
-    if held is None:
-        raise NeedsContents(operand)
-    return held
 
 
 # ---- activations ---------------------------------------------------------------------------------------------------
 
 
 def _gelu(x: Array) -> Array:
-    return x * 0.5 * (1 + lax.erf(x * 0.5**0.5))
+    return cast(widened(x) * 0.5 * (1 + lax.erf(widened(x) * 0.5**0.5)), x.dtype)
 
 
 def _softsign(x: Array) -> Array:
@@ -243,7 +245,7 @@ def Elu(x, *, alpha, consumed_inputs):
 
 @operator("Celu_12")
 def Celu(x, *, alpha):
-    return jnp.maximum(x, 0) + jnp.minimum(alpha * jnp.expm1(jnp.where(x / alpha > 0, 0, x / alpha)), 0)
+    return jnp.where(x > 0, x, alpha * jnp.expm1(jnp.where(x > 0, 0, x / alpha)))
 
 
 @operator()
@@ -308,9 +310,12 @@ def _cast_to_name(x, *, to):
 
 @operator("Cast_6")
 def Cast(x, *, to, saturate=1, round_mode="up"):
-    """A float that does not fit an integer type, which ONNX leaves undefined, becomes the nearest integer of 32 or 64
-    bits and loses the bits above those of a smaller type; NaN becomes 0. A string holds 8 significant digits of a
-    float, as in ONNX Runtime."""
+    """A float that does not fit an integer type, which ONNX leaves undefined, becomes what ONNX Runtime makes of it on
+    x86: it is truncated to 32 or 64 bits with a sign, of which NaN and floats beyond them have the smallest value,
+    and loses the bits above those of the type. A string holds 8 significant digits of a float, as in ONNX Runtime.
+
+    A float64 becomes a type of 8 bits or fewer by way of float32, and NaN a zero as float4, which lacks it.
+    """
     return _convert(x, dtype(to), saturate, round_mode)
 
 
@@ -320,11 +325,12 @@ def CastLike(x, target_type, *, saturate=1, round_mode="up"):
     return _convert(x, wanted, saturate, round_mode)
 
 
-@operator("BitCast_26", exact_dtypes=True)
+@operator("BitCast_26", exact_dtypes=True, differentiable=False)
 def BitCast(x, *, to):
     target = ir.DataType(to)
     given = ir.DataType.from_numpy(x.dtype)
-    if given is ir.DataType.STRING or given.bitwidth != target.bitwidth:
+    fits = is_known(x) or canonical(target.numpy()) == target.numpy()
+    if given is ir.DataType.STRING or given.bitwidth != target.bitwidth or not fits:
         hint = ". JAX holds 64-bit types only with jax_enable_x64" if 64 in (given.bitwidth, target.bitwidth) else ""
         raise ValueError(f"{given.name} and {target.name} differ in width{hint}")
     if given is ir.DataType.BOOL:
@@ -335,43 +341,58 @@ def BitCast(x, *, to):
 
 
 def _bits(x: Array, wanted: Any) -> Array:
-    """The bits of `x` as another dtype of the same width."""
-    return lax.bitcast_convert_type(x, wanted) if isinstance(x, jax.Array) else np.asarray(x).view(wanted)
+    """The bits of `x` as another dtype of the same width; those of a complex number are those of its parts."""
+    if not isinstance(x, jax.Array):
+        return np.asarray(x).view(wanted)
+    if x.dtype == wanted:
+        return x
+    if x.dtype == np.complex64:
+        x = jnp.stack([x.real, x.imag], axis=-1)
+    if wanted == np.complex64:
+        parts = lax.bitcast_convert_type(x, np.float32)
+        return lax.complex(parts[..., 0], parts[..., 1])
+    return lax.bitcast_convert_type(x, wanted)
 
 
 def _convert(x: Array, wanted: np.dtype, saturate: int = 1, round_mode: str = "up") -> Array:
     """`x` in the dtype `wanted`, as Cast defines it."""
     if wanted.kind == "O":
-        return _to_strings(_readable(x, "x"))
+        return _to_strings(readable(x, "x"))
     if is_string(x):
         return _convert(_from_strings(x, wanted), wanted, saturate)
     if is_symbolic(x) and not jnp.issubdtype(wanted, jnp.integer):
         x = traced(x)
     if not in_jax(wanted):
-        x = _readable(x, "x")
+        x = readable(x, "x")
     if wanted.name == "float8_e8m0fnu":
         return _to_powers_of_two(x, saturate, round_mode)
     if wanted.name.startswith("float8"):
-        x = x if x.dtype == np.float64 else cast(x, np.float32)
+        x = cast(x, np.float32)
         largest = float(ml_dtypes.finfo(wanted).max)
         return cast(xp.clip(x, -largest, largest) if saturate else x, wanted)
     if is_float(x) and jnp.issubdtype(wanted, jnp.integer):
-        return _truncate(x, wanted)
+        return truncate(x, wanted)
     if ir.DataType.from_numpy(wanted).bitwidth < 8:  # not every pair of such types has a cast of its own in NumPy
-        x = x if is_float(x) else cast(x, np.int32)
+        x = cast(x, np.float32 if jnp.issubdtype(wanted, jnp.floating) else np.int32)
     return cast(x, wanted)
 
 
-def _truncate(x: Array, wanted: np.dtype) -> Array:
+def truncate(x: Array, wanted: np.dtype) -> Array:
     """Floats as integers; see `Cast` for those that do not fit."""
     x = cast(x, np.float32) if x.dtype.itemsize < 4 else x
-    wide = wanted if wanted.itemsize >= 4 else np.dtype(np.int32)
-    if is_known(x):  # what XLA does by itself
-        low, high = np.iinfo(wide).min, np.iinfo(wide).max
-        ends = np.where(np.isnan(x), 0, np.where(x <= low, low, high))
-        fits = (x > low) & (x < high)
-        return cast(np.where(fits, cast(np.where(fits, x, 0), wide), ends), wanted)
-    return cast(cast(x, wide), wanted)
+    signed = np.dtype(f"int{8 * max(wanted.itemsize, 4)}")
+    signed = signed if is_known(x) else canonical(signed)
+    lowest = np.iinfo(signed).min
+    bound = -float(lowest)
+
+    def fitting(low: float, high: float, kind: np.dtype, others: Array) -> Array:
+        fits = xp.logical_and(x >= low, x < high)
+        return xp.where(fits, cast(xp.where(fits, x, 0), kind), others)
+
+    result = cast(fitting(-bound, bound, signed, np.array(lowest, signed)), wanted)
+    if np.dtype(wanted).kind == "u" and np.dtype(wanted).itemsize >= 4:
+        return fitting(bound, 2 * bound, wanted, result)
+    return result
 
 
 def _to_powers_of_two(x: Array, saturate: int, round_mode: str) -> Array:
@@ -413,15 +434,11 @@ def _from_strings(x: np.ndarray, wanted: np.dtype) -> np.ndarray:
 _UNARY = {
     "Abs": xp.abs,
     "Neg": xp.negative,
-    "Sign_9": xp.sign,
     "Reciprocal": xp.reciprocal,
     "Sqrt": xp.sqrt,
     "Exp": xp.exp,
     "Log": xp.log,
     "Erf_9": lax.erf,
-    "Floor": xp.floor,
-    "Ceil": xp.ceil,
-    "Round_11": xp.round,
     "Sin_7": xp.sin,
     "Cos_7": xp.cos,
     "Tan_7": xp.tan,
@@ -443,6 +460,12 @@ _UNARY = {
     "Softsign": _softsign,
     "HardSwish_14": _hard_swish,
     "Mish_18": _mish,
+}
+_STEPS = {
+    "Sign_9": xp.sign,
+    "Floor": xp.floor,
+    "Ceil": xp.ceil,
+    "Round_11": xp.round,
 }
 _BINARY = {
     "Add": xp.add,
@@ -466,6 +489,8 @@ _NEWER_BINARY = {
 }
 for _name, _function in _UNARY.items():
     operator(_name)(_unary(_function))
+for _name, _function in _STEPS.items():
+    operator(_name, differentiable=False)(_unary(_function))
 for _name, _function in _BINARY.items():
     operator(_name)(_binary_from_axis(_function))
     operator(f"{_name}_7")(_binary(_function))

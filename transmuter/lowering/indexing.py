@@ -67,6 +67,8 @@ def GatherND(data, indices, *, batch_dims=0):
 def _coordinates(data: Array, indices: Array, batch_dims: int = 0) -> tuple[Array, ...]:
     """One index array per leading axis of `data`: positions in the batch, then what `indices` has on its last axis."""
     where = indices.shape[:-1]
+    if indices.shape[-1] == 0:
+        raise ValueError("an index has no coordinates")
     tuples = [_from_front(indices[..., i], data.shape[batch_dims + i]) for i in range(indices.shape[-1])]
     return (*(_along(where, axis) for axis in range(batch_dims)), *tuples)
 
@@ -89,7 +91,10 @@ _REDUCTIONS = {
 
 
 def _scatter(data: Array, index: tuple[Array, ...], updates: Array, reduction: str = "none") -> Array:
-    """`data` with `updates` placed at `index`, or combined with what is there."""
+    """`data` with `updates` placed at `index`, or combined with what is there. Truth values are added by "or" and
+    multiplied by "and"."""
+    if data.dtype == bool:
+        reduction = {"add": "max", "mul": "min"}.get(reduction, reduction)
     method, ufunc = _REDUCTIONS[reduction]
     if not is_known((data, updates, *index)):
         data, updates = traced(data), traced(updates)
@@ -139,14 +144,15 @@ def ScatterND(data, indices, updates, *, reduction="none"):
 
 @operator()
 def TensorScatter(past_cache, update, write_indices=None, *, mode, axis):
-    cache, update = (jnp.moveaxis(x, axis, 1) for x in (past_cache, update))
+    cache, update = (xp.moveaxis(x, axis, 1) for x in (past_cache, update))
     batch, length = update.shape[:2]
-    place = jnp.expand_dims(jnp.asarray(positions(length)), 0)
+    place = xp.expand_dims(positions(length), 0)
     if write_indices is not None:
-        place = cast(place, write_indices.dtype) + jnp.expand_dims(write_indices, 1)
+        write_indices = _readable(past_cache, write_indices)
+        place = cast(place, write_indices.dtype) + xp.expand_dims(write_indices, 1)
     if mode == "circular":
         place = place % cache.shape[1]
-    return jnp.moveaxis(_scatter(cache, (_along((batch, length), 0), place), update), 1, axis)
+    return xp.moveaxis(_scatter(cache, (_along((batch, length), 0), place), update), 1, axis)
 
 
 # ---- selection -----------------------------------------------------------------------------------------------------

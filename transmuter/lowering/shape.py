@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from transmuter.lowering.arrays import Array, cast, dims, is_string, shape_vector, traced, xp
+from transmuter.lowering.arrays import Array, cast, dims, is_known, is_string, readable, shape_vector, traced, xp
 from transmuter.lowering.creation import can_be_known, positions
 from transmuter.lowering.registry import operator
 
@@ -116,11 +116,12 @@ def Transpose(data, *, perm):
 @operator()
 def DepthToSpace(x, *, blocksize, mode="DCR"):
     n, c, h, w = x.shape
+    depth = c // blocksize**2
     if mode == "DCR":
-        blocks = x.reshape(n, blocksize, blocksize, -1, h, w).transpose(0, 3, 4, 1, 5, 2)
+        blocks = x.reshape(n, blocksize, blocksize, depth, h, w).transpose(0, 3, 4, 1, 5, 2)
     else:
-        blocks = x.reshape(n, -1, blocksize, blocksize, h, w).transpose(0, 1, 4, 2, 5, 3)
-    return blocks.reshape(n, c // blocksize**2, h * blocksize, w * blocksize)
+        blocks = x.reshape(n, depth, blocksize, blocksize, h, w).transpose(0, 1, 4, 2, 5, 3)
+    return blocks.reshape(n, depth, h * blocksize, w * blocksize)
 
 
 @operator()
@@ -133,10 +134,14 @@ def SpaceToDepth(x, *, blocksize, mode="DCR"):
 
 @operator()
 def ReverseSequence(x, sequence_lens, *, batch_axis, time_axis):
-    lengths = jnp.expand_dims(sequence_lens, time_axis)
-    time = jnp.expand_dims(cast(positions(x.shape[time_axis]), sequence_lens.dtype), batch_axis)
-    source = jnp.where(time < lengths, lengths - 1 - time, time)
-    return jnp.take_along_axis(x, source.reshape(source.shape + (1,) * (x.ndim - 2)), time_axis, mode="clip")
+    sequence_lens = readable(sequence_lens, "sequence_lens") if is_string(x) else sequence_lens
+    lengths = xp.expand_dims(sequence_lens, time_axis)
+    time = xp.expand_dims(cast(positions(x.shape[time_axis]), sequence_lens.dtype), batch_axis)
+    source = xp.where(time < lengths, lengths - 1 - time, time)
+    source = source.reshape(source.shape + (1,) * (x.ndim - 2))
+    if is_known((x, source)):
+        return np.take_along_axis(x, source, time_axis)
+    return jnp.take_along_axis(x, source, time_axis, mode="clip")
 
 
 # ---- parts ---------------------------------------------------------------------------------------------------------
@@ -215,6 +220,7 @@ def _within(size: Any, start: Any, end: Any, step: int) -> slice:
     """
     if all(isinstance(d, int) for d in (size, start, end)):
         start = max(start, -size) if step < 0 else start
+        step = min(max(step, -max(size, 1)), max(size, 1))  # beyond, one element as well, but too far for XLA
         start, end, step = slice(start, end, step).indices(size)
         return slice(start, end if end >= 0 else None, step) if range(start, end, step) else slice(0, 0)
     forward = 1 if step > 0 else -1  # a bound out of reach would stay in the expression of the symbolic size
@@ -228,10 +234,11 @@ def _within(size: Any, start: Any, end: Any, step: int) -> slice:
 @operator()
 def Trilu(x, k=None, *, upper):
     k = np.asarray(0) if k is None else k.reshape(())
+    k = readable(k, "k") if is_string(x) else k
     rows, columns = (cast(positions(d), k.dtype) for d in x.shape[-2:])
     diagonal = xp.subtract(columns, xp.expand_dims(rows, 1))
     keep = xp.greater_equal(diagonal, k) if upper else xp.less_equal(diagonal, k)
-    return xp.where(keep, x, np.zeros((), x.dtype))
+    return xp.where(keep, x, np.array("", object) if is_string(x) else np.zeros((), x.dtype))
 
 
 # ---- padding -------------------------------------------------------------------------------------------------------
@@ -266,6 +273,8 @@ def _by_axis(pads: Sequence[Any], axes: Sequence[int] | None, rank: int) -> list
 def _pad(data: Array, widths: Sequence[tuple[Any, Any]], mode: str, value: Array | None = None) -> Array:
     """`data` with elements added around it, or taken away where a width is negative: that comes first."""
     crop = [tuple(max(-w, 0) if isinstance(w, int) else 0 for w in pair) for pair in widths]
+    if any(isinstance(d, int) and sum(pair) > d for d, pair in zip(data.shape, crop)):
+        raise ValueError("more elements are taken away than the axis has")
     data = data[tuple(slice(begin, d - end) for d, (begin, end) in zip(data.shape, crop))]
     grow = [tuple(max(w, 0) if isinstance(w, int) else w for w in pair) for pair in widths]
     data = _to_have([d + begin + end for d, (begin, end) in zip(data.shape, grow)], data)
