@@ -68,7 +68,16 @@ def odd_channels() -> onnx.ModelProto:
 
 def few_channels() -> onnx.ModelProto:
     net = Network(12, 13, 11)
-    return net.model(net.conv(net.add("Relu", net.conv("x", 12, 12)), 48, 12))
+    x = net.add("Relu", net.conv("x", 12, 12))
+    return net.model(net.conv(net.conv(x, 48, 12), 48, 1, group=48))
+
+
+def depthwise() -> onnx.ModelProto:
+    """Channels of a pool and of a depthwise convolution that do not fill blocks."""
+    net = Network(20, 13, 11)
+    x = net.add("MaxPool", "x", kernel_shape=[3, 3], pads=[1, 1, 1, 1])
+    y = net.conv(net.add("Relu", net.conv(x, 20, 1, group=20)), 20, 20)
+    return net.model(net.conv(net.add("Add", x, y), 20, 20, 1), net.conv(y, 40, 10, group=2))
 
 
 def channels_last() -> onnx.ModelProto:
@@ -114,6 +123,7 @@ NETWORKS = {
     residual: {"Conv", "MaxPool", "GlobalAveragePool", "GlobalMaxPool", "ReorderOutput"},
     odd_channels: {"Conv", "ReorderInput", "ReorderOutput"},
     few_channels: {"Conv", "ReorderOutput"},
+    depthwise: {"Conv", "ReorderInput", "ReorderOutput"},
     channels_last: {"Conv", "ReorderInput", "ReorderOutput"},
     pools: {"Conv", "MaxPool", "AveragePool", "Upsample", "ReorderInput", "ReorderOutput"},
 }
@@ -136,20 +146,17 @@ def test_a_file_saved_after_optimisation_computes_the_same(network: Any, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("shape", "channels", "group", "block", "inputs_too"),
+    ("shape", "group", "block", "inputs_too"),
     [
-        ((24, 16, 2, 1), 16, 1, 8, True),  # 24 outputs are no whole blocks of 16
-        ((24, 5, 2, 1), 5, 1, 8, False),  # 5 channels are less than a block, and fill none up
-        ((32, 24, 1, 1), 20, 1, 8, True),
-        ((32, 32, 1, 2), 20, 1, 16, True),
-        ((16, 12, 1, 1), 12, 1, 16, False),
-        ((24, 1, 3, 3), 24, 24, 8, False),
-        ((48, 8, 1, 1), 16, 2, 8, True),
+        ((24, 16, 2, 1), 1, 8, True),  # 24 outputs are no whole blocks of 16
+        ((24, 5, 2, 1), 1, 8, False),  # 5 channels are less than a block
+        ((32, 24, 1, 1), 1, 8, True),
+        ((16, 12, 1, 1), 1, 16, False),  # 12 channels would have been filled up to 16 for blocks of 8
+        ((24, 1, 3, 3), 24, 8, False),
+        ((48, 8, 1, 1), 2, 8, True),
     ],
 )
-def test_shapes_tell_how_a_weight_is_blocked(
-    shape: tuple[int, ...], channels: int, group: int, block: int, inputs_too: bool
-) -> None:
+def test_shapes_tell_how_a_weight_is_blocked(shape: tuple[int, ...], group: int, block: int, inputs_too: bool) -> None:
     weight = np.random.default_rng(0).normal(size=shape)
     rows = block if inputs_too else 1
     blocked = [
@@ -160,10 +167,10 @@ def test_shapes_tell_how_a_weight_is_blocked(
         for w in range(shape[3])
     ]
     with jax.enable_x64(True):
-        restored = contrib_nchwc._in_order(np.concatenate(blocked).reshape(shape), channels, group)
-    np.testing.assert_array_equal(restored, weight[:, :channels] if group == 1 else weight)
+        restored = contrib_nchwc._in_order(np.concatenate(blocked).reshape(shape), group)
+    np.testing.assert_array_equal(restored, weight)
 
 
 def test_a_weight_that_fits_no_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="neither 8 nor 16"):
-        contrib_nchwc._in_order(np.zeros((24, 8, 2, 1)), 5, 1)
+        contrib_nchwc._in_order(np.zeros((20, 8, 2, 1)), 1)

@@ -1,8 +1,8 @@
 """The domain com.microsoft.nchwc: what ONNX Runtime writes into a file that it saves after optimising it for a CPU.
 
 There, a tensor is stored in blocks of 8 or 16 channels, as wide as the vectors of that CPU, and its channels are filled
-up with zeros to whole blocks. Here it is a plain tensor whose channels come second: ReorderInput, which would block it,
-has nothing to do, and all that is left of the layout is the order in which the file has the weights of Conv.
+up with zeros to whole blocks. Here its channels are filled up, too, but it is a plain tensor otherwise, with channels
+second. All that is left of the layout is the order in which the file has the weights of Conv.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from numpy._core._multiarray_umath import __cpu_features__
 
 from transmuter.lowering import convolution, image, pooling
@@ -23,43 +24,47 @@ BLOCK = 8 if __cpu_features__.get("AVX2") and not __cpu_features__.get("AVX512F"
 files fit machines of the kind that they were saved on."""
 
 
+def _filled(x: Array, channels: int) -> Array:
+    """`x` with so many channels: with zeros behind them, or without the last, which are zeros."""
+    if x.shape[1] == channels:
+        return x
+    return lax.pad(x, np.zeros((), x.dtype), [(0, channels - x.shape[1] if i == 1 else 0, 0) for i in range(x.ndim)])
+
+
 @operator(domain=_DOMAIN)
 def ReorderInput(X, *, channels_last=0):
-    return jnp.moveaxis(X, -1, 1) if channels_last else X
+    x = jnp.moveaxis(X, -1, 1) if channels_last else X
+    return _filled(x, -(-x.shape[1] // BLOCK) * BLOCK)
 
 
 @operator(domain=_DOMAIN)
 def ReorderOutput(X, *, channels=0, channels_last=0):
-    y = X[:, : channels or None]
+    y = _filled(X, channels or X.shape[1])
     return jnp.moveaxis(y, 1, -1) if channels_last else y
 
 
-def _inputs_in_blocks(shape: tuple[int, ...], channels: int, group: int, block: int) -> bool | None:
-    """Whether a weight of this shape, for an input of so many channels, has its inputs in blocks as its outputs are;
-    None where it cannot be one for blocks of this size."""
+def _blocks(shape: tuple[int, ...], group: int, block: int) -> tuple[int, int] | None:
+    """How many outputs and inputs make up a block in a weight of this shape; None if it has no blocks of `block`.
+
+    Inputs are not in blocks where each group has one, or where the input of the convolution is a plain tensor.
+    """
     outputs, inputs = shape[:2]
-    if outputs % block:
+    if outputs // (1 if inputs == 1 else group) % block:
         return None
-    if group > 1:
-        if inputs == 1 and outputs == group:
-            return False
-        return True if inputs % block == 0 and outputs // group % block == 0 else None
-    if channels < block:
-        return False if inputs == channels else None
-    return True if inputs % block == 0 and inputs - channels < block else None
+    if (inputs == 1 and outputs == group) or (group == 1 and inputs < block):
+        return block, 1
+    return None if inputs % block else (block, block)
 
 
-def _in_order(weight: Array, channels: int, group: int) -> Array:
-    """A weight whose elements lie in blocks, in the order that its shape says, and without the inputs that fill up."""
-    fitting = [b for b in (8, 16) if _inputs_in_blocks(weight.shape, channels, group, b) is not None]
-    if not fitting:
-        raise ValueError(f"a weight of shape {weight.shape} for {channels} channels is in blocks of neither 8 nor 16")
-    block = BLOCK if BLOCK in fitting else fitting[0]
+def _in_order(weight: Array, group: int) -> Array:
+    """A weight whose elements lie in blocks, in the order that its shape says."""
+    fitting = {block: _blocks(weight.shape, group, block) for block in (8, 16)}
+    columns, rows = fitting[BLOCK] or fitting[24 - BLOCK] or (0, 0)
+    if not columns:
+        raise ValueError(f"a weight of shape {weight.shape} in {group} groups is in blocks of neither 8 nor 16")
     outputs, inputs, *kernel = weight.shape
-    rows = block if _inputs_in_blocks(weight.shape, channels, group, block) else 1
-    weight = jnp.reshape(weight, (outputs // block, inputs // rows, *kernel, rows, block))
-    weight = jnp.moveaxis(weight, (-1, -2), (1, 3))
-    return jnp.reshape(weight, (outputs, inputs, *kernel))[:, : channels if group == 1 else None]
+    weight = jnp.reshape(weight, (outputs // columns, inputs // rows, *kernel, rows, columns))
+    return jnp.reshape(jnp.moveaxis(weight, (-1, -2), (1, 3)), (outputs, inputs, *kernel))
 
 
 @operator(domain=_DOMAIN)
@@ -79,8 +84,8 @@ def Conv(
     strides=None,
 ):
     return convolution.FusedConv(
-        X,
-        _in_order(W, X.shape[1], group),
+        _filled(X, W.shape[1] * group),
+        _in_order(W, group),
         B,
         Sum,
         activation=activation,
