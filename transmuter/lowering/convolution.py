@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator as operators
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from transmuter.lowering.arrays import Array, cast, dims, is_float
+from transmuter.lowering.arrays import Array, cast, dims, is_float, is_string
 from transmuter.lowering.linear import accumulator, activated, centred, exact_terms, matmul
 from transmuter.lowering.registry import operator
 from transmuter.lowering.windows import Window, between, window
@@ -127,7 +128,8 @@ def ConvInteger(x, w, x_zero_point=None, w_zero_point=None, *, auto_pad, dilatio
 def ConvTranspose(
     x, w, b=None, *, auto_pad, dilations, group, kernel_shape, output_padding, output_shape, pads, strides
 ):
-    """An `output_shape` beyond what the kernel reaches gets zeros (and the bias) at its end."""
+    """An `output_shape` beyond what the kernel reaches gets zeros (and the bias) at its end, and so does auto_pad SAME_*,
+    whose result ONNX Runtime leaves shorter then."""
     forward = window(x.shape[2:], kernel_shape or w.shape[2:], strides, pads, dilations)
     rank = len(forward.size)
     extra = output_padding or (0,) * rank
@@ -167,9 +169,7 @@ def ConvTransposeWithDynamicPads(
 ):
     given = {"auto_pad": auto_pad, "dilations": dilations, "group": group, "kernel_shape": kernel_shape}
     pads = None if pads is None else dims(pads)
-    return ConvTranspose(
-        x, w, b, **given, output_padding=output_padding, output_shape=None, pads=pads, strides=strides
-    )
+    return ConvTranspose(x, w, b, **given, output_padding=output_padding, output_shape=None, pads=pads, strides=strides)
 
 
 def _mirrored(w: Array, group: int) -> jax.Array:
@@ -207,10 +207,12 @@ def CausalConvWithState(x, w, b=None, past_state=None, *, activation):
 
 @operator(known=("image_shape", "block_shape"))
 def Col2Im(x, image_shape, block_shape, *, dilations, pads, strides):
+    if is_string(x):
+        raise ValueError("strings cannot be added up")
     image, block = dims(image_shape), dims(block_shape)
     by = window(image, block, strides, pads, dilations)
     counts = by.positions(image)
-    y = jnp.reshape(x, (x.shape[0], -1, *block, *counts))
+    y = jnp.reshape(x, (x.shape[0], x.shape[1] // by.taps, *block, *counts))
     axis = len(block) + 1  # where the positions of the first dimension are, once its kernel is summed up
     for k, d, s, n, count, (lo, _) in zip(block, by.dilations, by.strides, image, counts, by.padding):
         starts = [i * d - lo for i in range(k)]
@@ -240,14 +242,14 @@ def DeformConv(x, w, offset, b=None, mask=None, *, dilations, group, kernel_shap
         regular = regular + jnp.asarray(tap * d).reshape(-1, *(1,) * rank)
         neighbours.append(between(cast(regular, x.dtype) + offset[:, :, :, axis], spatial[axis]))
     columns = 0
-    flat = jnp.reshape(x, (batch, offset_group, channels // offset_group, -1))
+    flat = jnp.reshape(x, (batch, offset_group, channels // offset_group, math.prod(spatial)))
     for corner in itertools.product(*neighbours):
         place, weight = 0, 1 if mask is None else jnp.reshape(cast(mask, wide), (batch, offset_group, by.taps, *counts))
         for (index, share), n in zip(corner, spatial):
             place, weight = place * n + index, weight * share
-        place = jnp.reshape(place, (batch, offset_group, 1, -1))
+        place = jnp.reshape(place, (batch, offset_group, 1, by.taps * math.prod(counts)))
         columns += jnp.take_along_axis(flat, place, -1) * jnp.reshape(weight, place.shape)
-    columns = jnp.reshape(columns, (batch, group, channels // group * by.taps, -1))
+    columns = jnp.reshape(columns, (batch, group, channels // group * by.taps, math.prod(counts)))
     y = matmul(jnp.reshape(w, (group, w.shape[0] // group, -1)), columns)
     y = jnp.reshape(cast(y, result), (batch, w.shape[0], *counts))
     return y if b is None else y + _per_channel(b, y)

@@ -79,7 +79,8 @@ def window(
 ) -> Window:
     """The window that ONNX's attributes describe over an array of shape `spatial`.
 
-    With ceil_mode the last position may overhang the padding, but it must not start in the padding at the end.
+    With ceil_mode the last position may overhang the padding, but it must not start in the padding at the end. SAME_*
+    never cuts off elements, which ONNX Runtime does in some operators where strides exceed the kernel.
     """
     rank = len(size)
     if len(spatial) != rank:
