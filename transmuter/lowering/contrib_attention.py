@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+import onnx
 from jax import lax
 
-from transmuter.lowering.arrays import Array, cast, contents, traced
+from transmuter.lowering.arrays import Array, cast, contents, dtype, traced
 from transmuter.lowering.attention import (
     both,
     capped,
@@ -24,7 +27,8 @@ from transmuter.lowering.attention import (
     scores,
     within,
 )
-from transmuter.lowering.linear import matmul
+from transmuter.lowering.linear import MatMulInteger, accumulator, matmul
+from transmuter.lowering.quantization import dequantized, quantized, quotient, rescaled, saturated
 from transmuter.lowering.registry import operator
 
 operator = functools.partial(operator, domain="com.microsoft")
@@ -42,7 +46,7 @@ def _padded(x: Array, length: Any, axis: int = -1) -> Array:
     return jnp.pad(x, widths)
 
 
-def _written(cache: Array, new: Array, start: Array) -> jax.Array:
+def written(cache: Array, new: Array, start: Array) -> jax.Array:
     """`cache` with the tokens of `new` from position `start` (batch, 1) on. Everything else in it stays."""
     write = functools.partial(lax.dynamic_update_slice_in_dim, axis=1)
     return jax.vmap(write)(traced(cache), traced(new), start[:, 0])
@@ -55,6 +59,26 @@ def _by_beam(cache: Array, beams: Array, past: Array) -> jax.Array:
     writers = cast(beams, np.int32).reshape(rows, -1)[:, :length] + own // beams.shape[1] * beams.shape[1]
     writers = jnp.where(positions(length) < past, writers, own)
     return jnp.take_along_axis(cache, writers[:, None, :, None], axis=0)
+
+
+def stored(x: Array, cache: Array, scale: Array | None) -> Array:
+    """Keys or values in the form of a `cache`: with a scale int8, float8, or 4 bits plus 8, two to a byte."""
+    if scale is None:
+        return x
+    if cache.dtype != np.uint8:
+        return quantized(x, scale, None, cache.dtype)
+    halves = jnp.clip(saturated(quotient(x, scale), np.uint8(8), cache.dtype), 0, 15).reshape(*x.shape[:-1], -1, 2)
+    return halves[..., 0] | halves[..., 1] << 4
+
+
+def loaded(cache: Array, scale: Array | None, kind: np.dtype) -> Array:
+    """What `stored` has put into a cache, as floats."""
+    if scale is None:
+        return cache
+    if cache.dtype != np.uint8:
+        return cast(dequantized(cache, scale), kind)
+    halves = jnp.stack((cache & 15, cache >> 4), axis=-1).reshape(*cache.shape[:-1], -1)
+    return cast(dequantized(halves, scale, np.uint8(8)), kind)
 
 
 # ---- attention with as many heads of keys as of queries ------------------------------------------------------------
@@ -103,7 +127,7 @@ def _attended(
         k, v = (jnp.concatenate(pair, axis=2) for pair in zip(past, (k, v), strict=True))
     if buffered:
         start = jnp.broadcast_to(cast(jnp.reshape(past_length, (1, 1)), np.int32), (batch, 1))
-        k, v = (_written(cache, tokens, start) for cache, tokens in zip(past, (k, v), strict=True))
+        k, v = (written(cache, tokens, start) for cache, tokens in zip(past, (k, v), strict=True))
         mask = mask if mask is None or mask.ndim == 1 else _padded(mask, k.shape[2])
         bias = bias if bias is None else _padded(bias, k.shape[2])
     present = k, v
@@ -134,6 +158,33 @@ def _neox_rotated(x: jax.Array, size: int, start: Any) -> jax.Array:
     return rotated(x, cast(jnp.cos(angles), x.dtype), cast(jnp.sin(angles), x.dtype), False)
 
 
+def _self_attended(
+    qkv: Array,
+    num_heads: int,
+    sizes: Sequence[int] | None,
+    past: Array | None,
+    past_length: Array | None = None,
+    *,
+    do_rotary: int,
+    rotary_size: int = 0,
+    buffered: int = 0,
+    **how: Any,
+) -> tuple[jax.Array, Array, Array]:
+    """The attention of tokens to themselves and to the past, from all their projections, as `_attended` has it."""
+    sizes = sizes or [qkv.shape[2] // 3] * 3
+    q, k, v = (heads(part, num_heads) for part in jnp.split(qkv, np.cumsum(sizes[:2]), axis=-1))
+    if do_rotary:
+        start = 0 if past is None else past.shape[3] if past_length is None else past_length
+        q, k = (_neox_rotated(x, rotary_size or x.shape[3], start) for x in (q, k))
+    caches = (None, None) if past is None else (past[0], past[1])
+    return _attended(q, k, v, caches, past_length if buffered else None, **how)[:3]
+
+
+def _stacked(key: Array, value: Array) -> jax.Array | None:
+    """The present of an operator that keeps keys and values in one array."""
+    return jnp.stack((key, value)) if key.shape == value.shape else None
+
+
 @operator()
 def Attention(
     input,
@@ -154,26 +205,144 @@ def Attention(
     unidirectional=0,
 ):
     """The CPU kernel has no rotary embedding, shared buffer or 4-D mask: these follow the operator's documentation."""
-    sizes = qkv_hidden_sizes or [weights.shape[1] // 3] * 3
     qkv = matmul(input, weights)
-    qkv = qkv if bias is None else qkv + bias
-    q, k, v = (heads(part, num_heads) for part in jnp.split(qkv, np.cumsum(sizes[:2]), axis=-1))
-    if do_rotary:
-        start = 0 if past is None else past.shape[3] if past_sequence_length is None else past_sequence_length
-        q, k = (_neox_rotated(x, rotary_embedding_dim or x.shape[3], start) for x in (q, k))
-    y, k, v, _ = _attended(
-        q,
-        k,
-        v,
-        (None, None) if past is None else (past[0], past[1]),
-        past_sequence_length if past_present_share_buffer else None,
+    y, k, v = _self_attended(
+        qkv if bias is None else qkv + bias,
+        num_heads,
+        qkv_hidden_sizes,
+        past,
+        past_sequence_length,
+        do_rotary=do_rotary,
+        rotary_size=rotary_embedding_dim,
+        buffered=past_present_share_buffer,
         mask=mask_index,
         mask_filter_value=mask_filter_value,
         bias=attention_bias,
         scale=scale,
         unidirectional=unidirectional,
     )
-    return y, jnp.stack((k, v)) if k.shape == v.shape else None
+    return y, _stacked(k, v)
+
+
+@operator()
+def QAttention(
+    input,
+    weight,
+    bias,
+    input_scale,
+    weight_scale,
+    mask_index=None,
+    input_zero_point=None,
+    weight_zero_point=None,
+    past=None,
+    *,
+    num_heads,
+    do_rotary=0,
+    mask_filter_value=-10000.0,
+    past_present_share_buffer=0,
+    scale=0.0,
+    unidirectional=0,
+):
+    """Rotary embedding, which the CPU kernel lacks, is that of Attention."""
+    if past_present_share_buffer:
+        raise ValueError("a buffer shared by past and present is not supported: no operand says how full it is")
+    total = MatMulInteger(input, weight, input_zero_point, weight_zero_point)
+    qkv = rescaled(total, rescaled(weight_scale, input_scale)) + cast(bias, np.float32)
+    y, k, v = _self_attended(
+        cast(qkv, bias.dtype),
+        num_heads,
+        None,
+        past,
+        do_rotary=do_rotary,
+        mask=mask_index,
+        mask_filter_value=mask_filter_value,
+        bias=None,
+        scale=scale,
+        unidirectional=unidirectional,
+    )
+    return y, _stacked(k, v)
+
+
+def _reordered(keys: Array, *, back: bool = False) -> jax.Array:
+    """Keys as the CUDA kernels of decoding keep them, 16 bytes of each token after another, in the order of tokens."""
+    batch, count, length, size = keys.shape
+    chunk = 16 // keys.dtype.itemsize
+    shape = (length, size // chunk) if back else (size // chunk, length)
+    return jnp.swapaxes(keys.reshape(batch, count, *shape, chunk), 2, 3).reshape(keys.shape)
+
+
+@operator(exact_dtypes=True)
+def DecoderMaskedSelfAttention(
+    input,
+    weights,
+    bias,
+    mask_index=None,
+    past=None,
+    attention_bias=None,
+    past_sequence_length=None,
+    beam_width=None,
+    cache_indirection=None,
+    *,
+    num_heads,
+    do_rotary=0,
+    mask_filter_value=-10000.0,
+    past_present_share_buffer=0,
+    scale=0.0,
+):
+    if past_present_share_buffer:
+        past = jnp.stack((_reordered(past[0]), past[1]))
+    y, k, v = _self_attended(
+        matmul(input, weights) + bias,
+        num_heads,
+        None,
+        past,
+        past_sequence_length,
+        do_rotary=do_rotary,
+        buffered=past_present_share_buffer,
+        mask=mask_index,
+        mask_filter_value=mask_filter_value,
+        bias=attention_bias,
+        scale=scale,
+        beams=cache_indirection,
+    )
+    return y, _stacked(_reordered(k, back=True) if past_present_share_buffer else k, v)
+
+
+@operator(known=("static_kv", "use_past", "has_layer_state", "has_key_padding_mask"))
+def DecoderAttention(
+    query,
+    key,
+    q_weight,
+    kv_weight,
+    bias,
+    key_padding_mask=None,
+    key_cache=None,
+    value_cache=None,
+    static_kv=None,
+    use_past=None,
+    has_layer_state=None,
+    has_key_padding_mask=None,
+    *,
+    num_heads,
+    mask_filter_value=-10000.0,
+):
+    """The padding mask is true for padding, which takes no part whatever `mask_filter_value`, as in the CUDA kernel."""
+    hidden, cached = query.shape[2], bool(use_past) and bool(has_layer_state)
+
+    def projected(x: Array, weight: Array, bias: Array, parts: int) -> list[jax.Array]:
+        y = jnp.swapaxes(matmul(x, weight) + bias, 0, 1)
+        return [heads(part, num_heads) for part in jnp.split(y, parts, axis=-1)]
+
+    (q,) = projected(query, q_weight, bias[:hidden], 1)
+    if static_kv and cached:
+        k, v = key_cache, value_cache
+    else:
+        k, v = projected(key if static_kv else query, kv_weight, bias[hidden:], 2)
+        if cached:
+            k, v = jnp.concatenate((key_cache, k), axis=2), jnp.concatenate((value_cache, v), axis=2)
+    visible = jnp.logical_not(key_padding_mask)[:, None, None] if has_key_padding_mask else None
+    y = mixed(probabilities(masked(scores(q, k), visible)), v)
+    return jnp.swapaxes(merged(cast(y, query.dtype)), 0, 1), k, v
 
 
 def _projected(query: Array, key: Array | None, value: Array | None, bias: Array | None, num_heads: int) -> list[Array]:
@@ -263,6 +432,23 @@ def DecoderMaskedMultiHeadAttention(
 # ---- attention with groups of query heads --------------------------------------------------------------------------
 
 
+def grouped_heads(
+    query: Array, key: Array | None, value: Array | None, num_heads: int, kv_num_heads: int
+) -> tuple[Array, Array, Array]:
+    """Queries, keys and values as (batch, heads, sequence, size), also from one array that holds them all."""
+    if key is None:
+        size = query.shape[2] // (num_heads + 2 * kv_num_heads)
+        query, key, value = jnp.split(query, [num_heads * size, (num_heads + kv_num_heads) * size], axis=-1)
+    return heads(query, num_heads), heads(key, kv_num_heads), heads(value, kv_num_heads)
+
+
+def normalized(x: Array, weight: Array, epsilon: float) -> jax.Array:
+    """Heads divided by their root mean square."""
+    wide = cast(x, accumulator(x))
+    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    return cast(wide, x.dtype) * weight
+
+
 @operator()
 def GroupQueryAttention(
     query,
@@ -307,15 +493,14 @@ def GroupQueryAttention(
     tokens. Where its contents are hidden, the past caches count as full. Cached tokens behind a sequence's end stay
     as they are, as when ONNX Runtime shares one buffer between past and present.
     """
-    if sliding_window_cache or k_quant_type != "NONE" or v_quant_type != "NONE":
-        raise ValueError("a cache that is quantized or holds only a window is not supported")
-    if key is None:
-        size = query.shape[2] // (num_heads + 2 * kv_num_heads)
-        query, key, value = jnp.split(query, [num_heads * size, (num_heads + kv_num_heads) * size], axis=-1)
-    q, k, v = heads(query, num_heads), heads(key, kv_num_heads), heads(value, kv_num_heads)
+    if sliding_window_cache:
+        raise ValueError("a cache that holds only a window is not supported")
+    if past_key is None and k_quant_type != "NONE":
+        raise ValueError("a quantized cache needs a past, which says how it is quantized")
+    q, k, v = grouped_heads(query, key, value, num_heads, kv_num_heads)
     if q_norm_weight is not None:
-        q = _normalized(q, q_norm_weight, q_norm_epsilon or qk_norm_epsilon)
-        k = _normalized(k, k_norm_weight, k_norm_epsilon or qk_norm_epsilon)
+        q = normalized(q, q_norm_weight, q_norm_epsilon or qk_norm_epsilon)
+        k = normalized(k, k_norm_weight, k_norm_epsilon or qk_norm_epsilon)
 
     new, past = q.shape[2], 0 if past_key is None else past_key.shape[2]
     held = None if total_sequence_length is None else contents(total_sequence_length)
@@ -331,10 +516,15 @@ def GroupQueryAttention(
         cos, sin = (jnp.take(cache, where, axis=0)[:, None] for cache in (cos_cache, sin_cache))
         q, k = (rotated(x, cos, sin, rotary_interleaved) for x in (q, k))
 
+    present = k, v
     if past_key is not None:
         capacity = total if held is None else max(past, total)
-        cached = (_padded(cache, capacity, axis=2) for cache in (past_key, past_value))
-        k, v = (_written(cache, x, start) for cache, x in zip(cached, (k, v), strict=True)) if k.shape[2] else cached
+        present = [_padded(cache, capacity, axis=2) for cache in (past_key, past_value)]
+        scales = k_scale, v_scale
+        if k.shape[2]:
+            new_ones = map(stored, (k, v), present, scales)
+            present = [written(cache, x, start) for cache, x in zip(present, new_ones, strict=True)]
+        k, v = (loaded(cache, scale, q.dtype) for cache, scale in zip(present, scales, strict=True))
 
     keys, last = positions(k.shape[2]), jnp.minimum(queries, lengths - 1)[:, None]
     left = local_window_size - 1 if local_window_size >= 0 else None
@@ -348,14 +538,7 @@ def GroupQueryAttention(
     shares = probabilities(masked(logits, visible), sink)
     y = merged(cast(mixed(shares, v), query.dtype))
     qk = {1: jnp.where(visible, logits, 0), 2: shares}.get(qk_output)
-    return y, k, v, None if qk is None else cast(qk[..., :total], query.dtype)
-
-
-def _normalized(x: jax.Array, weight: Array, epsilon: float) -> jax.Array:
-    """Heads divided by their root mean square."""
-    wide = cast(x, np.float32)
-    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
-    return cast(wide, x.dtype) * weight
+    return y, *present, None if qk is None else cast(qk[..., :total], query.dtype)
 
 
 # ---- rotary embedding ----------------------------------------------------------------------------------------------
@@ -382,3 +565,79 @@ def RotaryEmbedding(
         position_ids = position_ids[:, None] + jnp.arange(x.shape[3 - axis], dtype=position_ids.dtype)
     cos, sin = (jnp.expand_dims(jnp.take(cache, position_ids, axis=0), axis) for cache in (cos_cache, sin_cache))
     return rotated(x, cos, sin, interleaved).reshape(input.shape)
+
+
+@operator()
+def MRotaryEmbedding(
+    input,
+    position_ids,
+    cos_cache,
+    sin_cache,
+    *,
+    mrope_section,
+    interleaved=0,
+    is_packed_batching=0,
+    mrope_layout=0,
+    num_heads=0,
+    rotary_embedding_dim=0,
+    scale=1.0,
+):
+    pairs = np.arange(cos_cache.shape[1])
+    if sum(mrope_section) != pairs.size:
+        raise ValueError(f"sections of {sum(mrope_section)} angles where the caches have {pairs.size}")
+    # which of a token's positions, in time, height or width, turns a pair
+    stream = np.repeat(np.arange(3), mrope_section)
+    if mrope_layout:
+        stream = np.where(pairs < 3 * np.take(mrope_section, pairs % 3), pairs % 3, 0)
+    rows = jnp.moveaxis(position_ids[stream], 0, -1)
+    cos, sin = (traced(cache)[rows, pairs][:, None] for cache in (cos_cache, sin_cache))
+    cos, sin = (x * jnp.asarray(scale, x.dtype) for x in (cos, sin))
+    if input.ndim == 4:
+        return rotated(input, cos, sin, interleaved)
+    return merged(rotated(heads(input, num_heads), cos, sin, interleaved))
+
+
+@operator()
+def GemmaRotaryEmbedding(emb, q, q_rot, k, k_rot):
+    cos, sin = (cast(f(emb), q.dtype)[:, None] for f in (jnp.cos, jnp.sin))
+    return q * cos + q_rot * sin, k * cos + k_rot * sin
+
+
+@operator(known=("prefill_numerics",))
+def RMSNormRotary(
+    X,
+    scale,
+    position_ids,
+    cosine,
+    sine,
+    prefill_numerics=None,
+    *,
+    rotary_embedding_dim,
+    epsilon=1e-6,
+    flatten_batch=0,
+    input_start=0,
+    input_width=0,
+    output_fp16=0,
+    use_fp32_arithmetic=1,
+):
+    """The roundings to bfloat16 take place where the model computes in bfloat16."""
+    batch, length, count, stride = X.shape
+    target, wide = dtype(onnx.TensorProto.FLOAT16 if output_fp16 else onnx.TensorProto.BFLOAT16), np.dtype(np.float32)
+    rounded = X.dtype if {X.dtype, target, cosine.dtype} == {np.dtype(ml_dtypes.bfloat16)} else wide
+    width = input_width or stride - input_start
+    x = cast(X[..., input_start : input_start + width], wide)
+    square = jnp.mean(x * x, axis=-1, keepdims=True) + epsilon
+    x = x * lax.rsqrt(square) if prefill_numerics else x / jnp.sqrt(square)
+    x = cast(x * scale, rounded)
+
+    if position_ids.size == 1:
+        steps = np.arange(batch * length if flatten_batch else length, dtype=position_ids.dtype)
+        position_ids = position_ids.reshape(()) + steps
+    rows = jnp.broadcast_to(position_ids.reshape(-1, length), (batch, length))
+    turned_in = rounded if prefill_numerics or not use_fp32_arithmetic else wide
+    cos, sin = (jnp.take(cast(cache, turned_in), rows, axis=0)[:, :, None] for cache in (cosine, sine))
+    if 2 * cos.shape[-1] != rotary_embedding_dim:
+        raise ValueError(f"{cos.shape[-1]} angles for {rotary_embedding_dim} elements")
+    y = cast(rotated(cast(x, turned_in), cos, sin, False), target)
+    tokens = (1, batch * length) if flatten_batch else (batch, length)
+    return y.reshape(*tokens, count * width), cast(x, wide)
