@@ -105,6 +105,18 @@ class NeedsContents(Exception):
     """Raised by a lowering that finds only as it runs that it needs the contents of the operand of this name."""
 
 
+def readable(value: Any, operand: str) -> np.ndarray:
+    """What `value` holds, which depends on the operand of that name.
+
+    Raises:
+        NeedsContents: A JAX transform hides it.
+    """
+    held = contents(value)
+    if held is None:
+        raise NeedsContents(operand)
+    return held
+
+
 # ---- dtypes -------------------------------------------------------------------------------------------------------
 
 _WIDE_IN_32_BITS = {

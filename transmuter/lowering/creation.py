@@ -10,7 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from transmuter.lowering import arrays
-from transmuter.lowering.arrays import Array, canonical, cast, dims, dtype, is_float, is_symbolic, traced, xp
+from transmuter.lowering.arrays import (
+    Array,
+    canonical,
+    cast,
+    dims,
+    dtype,
+    is_float,
+    is_string,
+    is_symbolic,
+    readable,
+    traced,
+    xp,
+)
 from transmuter.lowering.registry import operator
 
 _KNOWN_UP_TO = 1 << 20
@@ -101,6 +113,7 @@ def OneHot_11(indices, depth, values, *, axis):
 
 def _one_hot(indices: Array, depth: np.ndarray, values: Array, axis: int, negative: bool) -> Array:
     """`negative` indices count from the back; the others outside of the range are hot nowhere."""
+    indices = readable(indices, "indices") if is_string(values) else indices
     indices = xp.expand_dims(cast(indices, np.int64), axis)
     depth = dims(depth)[0]
     classes = cast(positions(depth), indices.dtype)
@@ -108,17 +121,18 @@ def _one_hot(indices: Array, depth: np.ndarray, values: Array, axis: int, negati
     hot = xp.equal(indices, classes)
     if negative:
         hot = xp.logical_or(hot, xp.equal(indices, classes - depth))
-    return xp.where(hot, values[1], values[0])
+    return xp.where(hot, values[1:], values[:1])
 
 
 # ---- windows -------------------------------------------------------------------------------------------------------
 
 
 def _cosine_window(size: np.ndarray, periodic: int, output_datatype: int, *terms: float) -> np.ndarray:
-    """Sum of `terms[i] * cos(2 pi i n / period)`. A symmetric window of one sample is 1."""
+    """Sum of `terms[i] * cos(2 pi i n / period)`, small terms first: so it is 0 and 1 exactly where it should be. A
+    symmetric window of one sample is 1."""
     period = size.item() - (not periodic)
     phase = 2 * np.pi * np.arange(size.item()) / period if period else np.zeros(size.item())
-    window = sum(term * np.cos(i * phase) for i, term in enumerate(terms))
+    window = sum(terms[i] * np.cos(i * phase) for i in reversed(range(len(terms))))
     return (window if period else np.ones_like(phase)).astype(dtype(output_datatype))
 
 

@@ -14,13 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transmuter.lowering.arrays import Array, cast, dims, xp
+from transmuter.lowering.arrays import Array, cast, dims, is_string, xp
 from transmuter.lowering.registry import operator
 
 
 def _wide(x: Array) -> Array:
-    """`x` in the dtype in which it is interpolated: float32, or float64 as it is."""
-    return x if x.dtype == np.float64 else cast(x, np.float32)
+    """`x` in the dtype in which it is interpolated: float32, or float64 and complex numbers as they are."""
+    if is_string(x):
+        raise ValueError("strings cannot be interpolated")
+    return x if x.dtype == np.float64 or x.dtype.kind == "c" else cast(x, np.float32)
 
 
 def _linear(distance: Array) -> Array:
@@ -154,8 +156,8 @@ def _pick(x: Array, axis: int, index: np.ndarray) -> Array:
     """The elements of `x` at `index` along an axis; to repeat all equally often is twice as fast as to gather them."""
     repeats = len(index) // x.shape[axis]
     if np.array_equal(index, np.repeat(np.arange(x.shape[axis]), repeats)):
-        return jnp.repeat(x, repeats, axis)
-    return jnp.take(x, index, axis, mode="clip")
+        return xp.repeat(x, repeats, axis)
+    return xp.take(x, index, axis, mode="clip")
 
 
 def _interpolate(x: Array, axis: int, index: np.ndarray, weights: np.ndarray) -> Array:

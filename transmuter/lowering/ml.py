@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from transmuter.lowering.arrays import Array, NeedsContents, cast, contents, is_float, is_string, xp
+from transmuter.lowering.arrays import Array, cast, is_float, is_string, readable, xp
 from transmuter.lowering.registry import operator
 
 _DOMAIN = "ai.onnx.ml"
@@ -32,14 +32,6 @@ def _one_of(**choices: Any) -> Any:
     if len(given) != 1:
         raise ValueError(f"{len(given)} of the attributes {', '.join(choices)} are set, but exactly one has to be")
     return given[0]
-
-
-def _readable(value: Array, operand: str) -> np.ndarray:
-    """What `value` holds, which depends on the operand of that name."""
-    held = contents(value)
-    if held is None:
-        raise NeedsContents(operand)
-    return held
 
 
 def _float(x: Array) -> jax.Array:
@@ -77,7 +69,7 @@ def _mapped(x: Array, keys: np.ndarray, values: np.ndarray, default: Any) -> Arr
         raise ValueError(f"{len(keys)} keys and {len(values)} values")
     place = _place(x, keys)
     table = np.append(values, np.array([default], values.dtype))
-    return table[_readable(place, "X")] if table.dtype == object else cast(xp.take(table, place), table.dtype)
+    return table[readable(place, "X")] if table.dtype == object else cast(xp.take(table, place), table.dtype)
 
 
 @operator(domain=_DOMAIN)
@@ -133,7 +125,7 @@ def CategoryMapper(X, *, cats_int64s, cats_strings, default_int64, default_strin
 def OneHotEncoder(X, *, cats_int64s, cats_strings, zeros):
     categories = _one_of(cats_int64s=cats_int64s, cats_strings=cats_strings)
     place = _place(X, _strings(categories)) if is_string(X) else _place(cast(X, np.int64), np.array(categories))
-    if not zeros and (_readable(place, "X") == len(categories)).any():
+    if not zeros and (readable(place, "X") == len(categories)).any():
         raise ValueError("an element is none of the categories, and zeros is 0")
     return cast(place[..., None] == np.arange(len(categories), dtype=np.int32), np.float32)
 
@@ -183,6 +175,7 @@ def ZipMap(X, *, classlabels_int64s, classlabels_strings):
 
 @operator(domain=_DOMAIN)
 def ArrayFeatureExtractor(X, Y):
+    Y = readable(Y, "Y") if is_string(X) else Y
     picked = xp.take(X, Y.reshape(-1), axis=-1)
     return picked.reshape(1, -1) if X.ndim == 1 else picked
 
@@ -282,7 +275,7 @@ def _two_scores(score: jax.Array, post_transform: str, is_probability: bool) -> 
 def _labels(place: jax.Array, int64s: Sequence[int] | None, strings: Sequence[str] | None) -> Array:
     """The labels at those places."""
     if strings:
-        return _strings(strings)[_readable(place, "X")]
+        return _strings(strings)[readable(place, "X")]
     return cast(jnp.take(cast(jnp.asarray(np.array(int64s, np.int64)), np.int64), place), np.int64)
 
 
@@ -607,7 +600,8 @@ def TreeEnsembleClassifier(
     nodes_values_as_tensor,
     post_transform,
 ):
-    """Two classes of which only one has votes have one score: a probability if no weight is negative, else a margin."""
+    """Two classes of which only one has votes have one score: a probability if no weight is negative, else a margin. If
+    both have votes, the larger score names the class; ONNX Runtime goes by whether the second one is positive."""
     x, labels = _rows(X), classlabels_int64s or classlabels_strings
     weights = _floats(class_weights, class_weights_as_tensor)
     is_binary = len(labels) <= 2 and len(set(class_ids)) == 1

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax import lax
 
-from transmuter.lowering.arrays import Array, cast, dtype, is_float
+from transmuter.lowering.arrays import Array, cast, dtype, in_jax, is_float, readable
 from transmuter.lowering.convolution import ConvInteger
 from transmuter.lowering.linear import MatMulInteger, matmul
 from transmuter.lowering.registry import operator
@@ -65,9 +66,9 @@ def saturated(value: Array, zero_point: Array | None, target: np.dtype, saturate
     if not jnp.issubdtype(target, jnp.floating):
         bounds = jnp.iinfo(target)
         return cast(jnp.clip(jnp.round(value), bounds.min - zero, bounds.max - zero) + zero, target)
-    largest = float(jnp.finfo(target).max)
-    value = value + zero
-    return cast(jnp.clip(value, -largest, largest) if saturate else value, target)
+    largest = float(ml_dtypes.finfo(target).max)
+    value = jnp.clip(value + zero, -largest, largest) if saturate else value + zero
+    return cast(value if in_jax(target) else readable(value, "x"), target)
 
 
 def quantized(x: Array, scale: Array, zero_point: Array | None, target: np.dtype, saturate: int | None = 1) -> Array:
