@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +19,7 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from transmuter import reading
+from transmuter import reading, telemetry
 from transmuter.errors import InputError, LoweringError
 from transmuter.lowering import evaluation
 from transmuter.lowering.arrays import canonical, cast, compute_dtypes, computed, in_jax, traced
@@ -79,17 +82,24 @@ def load(
     """
     if compute_type not in ("float32", None):
         raise ValueError(f"compute_type is {compute_type!r}, but must be 'float32' or None.")
+    started = time.perf_counter()
     if isinstance(source, str) and source.startswith("hf://"):
         from transmuter import hub
 
         source = hub.fetch_model(source)
-    return Model(reading.read(source), trainable=trainable, compute_type=compute_type, device=device, seed=seed)
+    model = Model(reading.read(source), trainable=trainable, compute_type=compute_type, device=device, seed=seed)
+    if isinstance(source, (str, os.PathLike)):
+        model.name = os.path.basename(source)
+    seconds = time.perf_counter() - started
+    telemetry.record(telemetry.Load, seconds, model=model.name, nodes=len(model.graph), weight_bytes=model.nbytes)
+    return model
 
 
 class Model:
     """An ONNX graph with its weights. `transmuter.load` makes one.
 
     Attributes:
+        name: The file's name, or the graph's where the model is not from a file.
         inputs: `TensorSpec` of each input that a call must give, by name, in graph order.
         overridable_inputs: `TensorSpec` of each input that has a default among the weights.
         lists_weights_as_inputs: Whether the format (IR version 3) forces every weight to be such an input.
@@ -108,6 +118,7 @@ class Model:
         seed: int,
     ):
         self._ir, self.graph = weights.model, weights.model.graph
+        self.name = self.graph.name or "model"
         self.compute_type, self.device, self.seed = compute_type, device, seed
         self._dtypes: dict[np.dtype, np.dtype] = {}
         if compute_type is not None:
@@ -162,6 +173,11 @@ class Model:
     def weight_values(self) -> dict[ir.Value, tuple[str, str]]:
         """The graph's values that are weights, with their kind (`"param"`, `"buffer"`) and name."""
         return {value: (kind, name) for kind, homes in self._homes.items() for name, value in homes.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the params and buffers hold."""
+        return sum(w.size * w.dtype.itemsize for kind in self.shapes.values() for w in kind.values())
 
     def is_constant(self, value: ir.Value) -> bool:
         """Whether `value` is an initializer that is a known value."""
@@ -349,16 +365,22 @@ class Model:
         for name, spec in self.inputs.items():
             if name not in inputs and not spec.kind.startswith("optional"):
                 raise InputError(f"The input {name!r} is missing. The model takes {self._signature()}.")
-        specs = {**self.inputs, **self.overridable_inputs}
+        overridden = not inputs.keys() <= self.inputs.keys()
         return {
-            v: accept(specs[v.name], inputs.get(v.name))
-            for v in self._input_values
-            if v.name in inputs or v.name in self.inputs
+            value: accept(spec, inputs.get(value.name))
+            for value, spec, is_required in (self._bindings if overridden else self._required_bindings)
+            if is_required or value.name in inputs
         }
 
     @functools.cached_property
-    def _input_values(self) -> list[ir.Value]:
-        return list(self.graph.inputs)
+    def _bindings(self) -> list[tuple[ir.Value, TensorSpec, bool]]:
+        """The graph's inputs with their specs, and whether a call binds them even if it does not give them."""
+        specs = {**self.inputs, **self.overridable_inputs}
+        return [(value, specs[value.name], value.name in self.inputs) for value in self.graph.inputs]
+
+    @functools.cached_property
+    def _required_bindings(self) -> list[tuple[ir.Value, TensorSpec, bool]]:
+        return [binding for binding in self._bindings if binding[2]]
 
     def _signature(self) -> str:
         return ", ".join(map(str, self.inputs.values())) or "no inputs"
@@ -458,6 +480,7 @@ class _Store:
         self._on_device: dict[str, jax.Array] = {}
         self._shapes: dict[str, jax.ShapeDtypeStruct] = {}
         self._prepared: dict[str, tuple[jax.Array, Callable[[jax.Array], jax.Array]]] = {}
+        self._lock = threading.RLock()
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
@@ -473,20 +496,23 @@ class _Store:
         return self._shapes[name]
 
     def replace(self, name: str, prepared: jax.Array, restore: Callable[[jax.Array], jax.Array]) -> None:
-        self._prepared[name] = prepared, restore
-        self._on_device.pop(name, None)
-        self._host.pop(name, None)
+        with self._lock:
+            self._prepared[name] = prepared, restore
+            self._on_device.pop(name, None)
+            self._host.pop(name, None)
 
     def get(self, name: str) -> jax.Array:
-        if name not in self._on_device and name in self._prepared:
-            prepared, restore = self._prepared.pop(name)
-            with _concrete():
-                self._on_device[name] = restore(prepared)
-        if name in self._host:
-            with _concrete():
-                self._on_device[name] = jax.device_put(self._host[name], self._device, may_alias=True)
-            del self._host[name]
-        return self._on_device[name]
+        with self._lock:  # an original is let go of when its successor is there: a failure in between loses nothing
+            if name not in self._on_device:
+                with _concrete():
+                    if name in self._prepared:
+                        prepared, restore = self._prepared[name]
+                        self._on_device[name] = restore(prepared)
+                    else:
+                        self._on_device[name] = jax.device_put(self._host[name], self._device, may_alias=True)
+                self._prepared.pop(name, None)
+                self._host.pop(name, None)
+            return self._on_device[name]
 
 
 def _computed(value: Any) -> Any:
