@@ -1,12 +1,14 @@
 """Transmuter runs ONNX models as JAX functions."""
 
-from transmuter import lowering
+from transmuter import lowering, telemetry
 from transmuter.errors import (
+    ExecutionError,
     GraphBreakError,
     HubError,
     InputError,
     LoweringError,
     ModelError,
+    RecompileWarning,
     TransmuterError,
     UnsupportedOperatorError,
 )
@@ -17,12 +19,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CompiledModel",
+    "ExecutionError",
     "GraphBreakError",
     "HubError",
     "InputError",
     "LoweringError",
     "Model",
     "ModelError",
+    "RecompileWarning",
     "TensorSpec",
     "TransmuterError",
     "UnsupportedOperatorError",
@@ -30,4 +34,5 @@ __all__ = [
     "load",
     "lowering",
     "run",
+    "telemetry",
 ]

@@ -60,3 +60,20 @@ class GraphBreakError(TransmuterError):
     ):
         super().__init__(message)
         self.node, self.operator, self.operand, self.origin = node, operator, operand, tuple(origin)
+
+
+class ExecutionError(TransmuterError, RuntimeError):
+    """XLA failed to compile or to run a segment, for want of memory above all. The message holds XLA's own.
+
+    Devices work on while Python goes on: a failure that only shows when a result is read is JAX's own error.
+
+    Attributes: `segment` (its depth and signature), `nodes` (names of its nodes, in order).
+    """
+
+    def __init__(self, message: str, *, segment: str = "", nodes: Sequence[str] = ()):
+        super().__init__(message)
+        self.segment, self.nodes = segment, tuple(nodes)
+
+
+class RecompileWarning(UserWarning):
+    """A compiled model compiles again and again; told once of each. The message says what would help."""
