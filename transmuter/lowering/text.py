@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from transmuter.lowering import re2
 from transmuter.lowering.arrays import Array, cast, is_string, xp
 from transmuter.lowering.registry import operator
-
-_POSIX_CLASSES = {
-    "alnum": r"0-9A-Za-z",
-    "alpha": r"A-Za-z",
-    "ascii": r"\x00-\x7F",
-    "blank": r"\t ",
-    "cntrl": r"\x00-\x1F\x7F",
-    "digit": r"0-9",
-    "graph": r"!-~",
-    "lower": r"a-z",
-    "print": r" -~",
-    "punct": r"!-/:-@\[-`{-~",
-    "space": r"\t\n\v\f\r ",
-    "upper": r"A-Z",
-    "word": r"0-9A-Za-z_",
-    "xdigit": r"0-9A-Fa-f",
-}
 
 
 def _each(function: Callable[[str], Any], x: np.ndarray, kind: Any = object) -> np.ndarray:
@@ -34,11 +17,10 @@ def _each(function: Callable[[str], Any], x: np.ndarray, kind: Any = object) -> 
     return np.array([function(s) for s in x.reshape(-1)], kind).reshape(x.shape)
 
 
-def _pattern(expression: str) -> re.Pattern[str]:
-    """A regular expression of RE2 as one of Python, which lacks two spellings and, without a flag, ASCII classes."""
-    expression = expression.replace(r"\z", r"\Z")
-    expression = re.sub(r"\[:(\w+):\]", lambda m: _POSIX_CLASSES[m[1]], expression)
-    return re.compile(expression, re.ASCII)
+def table(rows: Sequence[list[str]], filler: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Lists of strings, one per element of a tensor of `shape`, along a new last axis; short ones are filled up."""
+    width = max(map(len, rows), default=0)
+    return np.array([row + [filler] * (width - len(row)) for row in rows], object).reshape(*shape, width)
 
 
 @operator()
@@ -48,18 +30,17 @@ def StringConcat(X, Y):
 
 @operator()
 def StringSplit(X, *, delimiter, maxsplit):
-    """An empty string is one substring if there is a delimiter; ONNX Runtime counts none."""
+    """An empty string is one substring if there is a delimiter, and white space is Unicode's; ONNX Runtime counts no
+    substring there, and knows no white space but the space."""
     limit = -1 if maxsplit is None else maxsplit
     pieces = [s.split(delimiter, limit) if delimiter else s.strip().split(None, limit) for s in X.reshape(-1)]
     counts = np.array([len(p) for p in pieces], np.int64)
-    width = counts.max(initial=0)
-    padded = [p + [""] * (width - len(p)) for p in pieces]
-    return np.array(padded, object).reshape(*X.shape, width), counts.reshape(X.shape)
+    return table(pieces, "", X.shape), counts.reshape(X.shape)
 
 
 @operator()
 def StringNormalizer(X, *, case_change_action, is_case_sensitive, locale, stopwords):
-    """Case does not depend on the locale."""
+    """Case does not depend on the locale, and `ß` in upper case is `SS`; ONNX Runtime leaves it."""
     if X.ndim > 2 or (X.ndim == 2 and X.shape[0] != 1):
         raise ValueError(f"the shape is {X.shape}, neither [C] nor [1, C]")
     comparable = str if is_case_sensitive else str.lower
@@ -71,9 +52,9 @@ def StringNormalizer(X, *, case_change_action, is_case_sensitive, locale, stopwo
 
 @operator()
 def RegexFullMatch(X, *, pattern):
-    """Unicode classes (`\\p{...}`) are an error: Python's expressions lack them."""
-    compiled = _pattern(pattern)
-    return _each(lambda s: compiled.fullmatch(s) is not None, X, bool)
+    """Classes of scripts (`\\p{Greek}`) are an error, since Python does not know them."""
+    expression = re2.compiled(pattern)
+    return _each(lambda s: expression.fullmatch(s) is not None, X, bool)
 
 
 # ---- n-grams --------------------------------------------------------------------------------------------------------
