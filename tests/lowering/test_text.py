@@ -138,6 +138,9 @@ def test_regular_expressions_are_those_of_re2(texts: list[str], pattern: str) ->
 
 
 def test_compiled_strings() -> None:
+    counted = {**ngrams("TF", 1, (1, 3)), "pool_strings": [str(g) for g in GRAMS]}
+    words = np.array(["1", "2", "3", "3"], object)
+    assert_same("TfIdfVectorizer", words, counted, compiled=True, output_types=[TensorProto.FLOAT])
     assert_same("RegexFullMatch", WORDS, {"pattern": "a.*"}, compiled=True, output_types=[TensorProto.BOOL])
     assert_same("StringSplit", WORDS, {}, compiled=True, **SPLIT)
     assert_same("StringNormalizer", WORDS[0], {"case_change_action": "UPPER", "locale": "C"}, compiled=True)
@@ -164,20 +167,22 @@ def ngrams(mode: str, skips: int, lengths: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     mode=st.sampled_from(["TF", "IDF", "TFIDF"]),
-    skips=st.integers(0, 4),
-    lengths=st.sampled_from([(1, 1), (1, 2), (2, 3), (1, 3), (3, 3)]),
-    kind=st.sampled_from([np.int32, np.int64, object]),
+    skips=st.sampled_from([0, 1, 4]),
+    lengths=st.sampled_from([(1, 1), (2, 3), (1, 3)]),
+    kind=st.sampled_from([np.int64, object]),
+    shape=st.sampled_from([(2, 9), (9,), (2, 1), (2, 0)]),
+    weights=st.sampled_from([None, [0.5, 1, 2, 3, 4, -1, 0, 7]]),
     seed=st.integers(0, 99),
 )
-def test_ngrams(mode: str, skips: int, lengths: tuple[int, int], kind: Any, seed: int) -> None:
-    x = np.random.default_rng(seed).integers(0, 4, (2, 9))
-    x = np.vectorize(str, otypes=[object])(x) if kind is object else x.astype(kind)
+def test_ngrams(mode: str, skips: int, lengths: Any, kind: Any, shape: Any, weights: Any, seed: int) -> None:
+    x = np.random.default_rng(seed).integers(0, 4, shape)
+    x = np.array([str(v) for v in x.flat], object).reshape(shape) if kind is object else x
     pool = {"pool_strings": [str(g) for g in GRAMS]} if kind is object else {"pool_int64s": GRAMS}
-    for rows in (x, x[0]):
-        assert_same("TfIdfVectorizer", rows, {**ngrams(mode, skips, lengths), **pool}, output_types=[TensorProto.FLOAT])
+    attributes = {**ngrams(mode, skips, lengths), **pool} | ({"weights": weights} if weights else {})
+    assert_same("TfIdfVectorizer", x, attributes, output_types=[TensorProto.FLOAT])
 
 
 def test_ngrams_of_weighted_columns() -> None:
