@@ -11,6 +11,7 @@ import pytest
 from comparison import assert_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import export
 from jax.test_util import check_grads
 from onenode import one_node, ort_node, run_node
 
@@ -18,7 +19,7 @@ import transmuter
 
 RNG = np.random.default_rng(0)
 CONTRIB = {"domain": "com.microsoft"}
-FLOAT, INT32, INT64 = 1, 6, 7
+FLOAT, INT32, INT64, FLOAT16 = 1, 6, 7, 10
 few = settings(max_examples=15, deadline=None)
 
 
@@ -126,7 +127,7 @@ def test_a_window_holds_the_states_after_the_last_tokens(window: int) -> None:
 
 @few
 @given(
-    st.sampled_from([[0, 3, 5], [0, 1, 5], [0, 5]]),
+    st.sampled_from([[0, 3, 5], [0, 1, 5]]),
     st.sampled_from([1, 3]),
     st.sampled_from([1, 2]),
     st.sampled_from(["none", "silu"]),
@@ -243,33 +244,30 @@ def test_gated_delta_net_without_capture_in_use() -> None:
 
 @few
 @given(
-    st.sampled_from([np.int32, np.int64]),
     st.sampled_from([1, 4]),
     st.sampled_from([2, 3]),
     st.sampled_from([0, 1]),
     *[st.booleans()] * 4,
 )
-def test_ngram_hashes(
-    kind, length: int, largest: int, reset: int, past: bool, end: bool, segmented: bool, offset: bool
-):
+def test_ngram_hashes(length: int, largest: int, reset: int, past: bool, end: bool, segmented: bool, offset: bool):
     heads = (largest - 1) * 2
     operands = [
-        ids(2, length, dtype=kind),
-        RNG.integers(-(2**31), 2**31, largest).astype(kind),
-        RNG.integers(1, 50, heads).astype(kind),
-        ids(2, largest - 1, dtype=kind) if past else None,
-        ids(heads, high=99, dtype=kind) if offset else None,
-        np.array(1, kind) if end else None,
+        ids(2, length, dtype=np.int64),
+        RNG.integers(-(2**63), 2**63, largest),
+        RNG.integers(1, 50, heads).astype(np.int64),
+        ids(2, largest - 1, dtype=np.int64) if past else None,
+        ids(heads, high=99, dtype=np.int64) if offset else None,
+        np.array(1, np.int64) if end else None,
         ids(2, length, high=2) if segmented else None,
     ]
     attributes = {"max_ngram_size": largest, "n_head_per_ngram": 2, "pad_id": 3, "reset_on_eos": reset}
     with jax.enable_x64(True):
-        check("NGramHashMapping", operands, attributes, (INT32 if kind is np.int32 else INT64,) * 2)
+        check("NGramHashMapping", operands, attributes, (INT64,) * 2)
 
 
 @few
 @given(
-    st.sampled_from([[0, 3, 5], [0, 1, 5], [0, 5]]),
+    st.sampled_from([[0, 3, 5], [0, 1, 5]]),
     st.sampled_from([2, 4]),
     st.sampled_from([0, 1]),
     st.sampled_from([0, 2]),
@@ -311,7 +309,7 @@ def test_packed_ngram_hashes(
 # ---- an LSTM with a memory -----------------------------------------------------------------------------------------
 
 
-@few
+@settings(max_examples=6, deadline=None)  # each compiles a layer
 @given(
     st.sampled_from(["forward", "reverse", "bidirectional"]),
     st.sampled_from([0, 1]),
@@ -343,6 +341,35 @@ def test_attentive_lstm(direction: str, coupled: int, layered: bool, uneven: boo
         "activations": ["Sigmoid", "Tanh", "Tanh"] * directions,
     }
     check("AttnLSTM", operands, attributes, (FLOAT,) * 3)
+
+
+# ---- how they are called -------------------------------------------------------------------------------------------
+
+
+def test_halves_are_accumulated_in_float32() -> None:
+    half = lambda *shape: draw(*shape, dtype=np.float16)
+    bounds, state = np.int32([0, 2, 6]), draw(2, 2, 3, 2)
+    operands = [half(6, 1, 2), half(6, 1, 2), half(6, 2, 3), bounds, -abs(half(6, 2)), half(6, 2), state]
+    check("GatedDeltaNet", operands, {"qk_l2_norm": 1}, (FLOAT16, FLOAT))
+    operands = [half(6, 4), half(4, 1, 3), bounds, half(4), half(2, 4, 2)]
+    check("VarlenCausalConvWithState", operands, {"activation": "silu"}, (FLOAT16, FLOAT16))
+
+
+def test_64_bit_ids_with_x64_off() -> None:
+    operands = [ids(2, 4, dtype=np.int64), np.int64([7, 3, 5]), np.int64([11, 13]), None, np.int64([0, 11])]
+    attributes = {"max_ngram_size": 3, "n_head_per_ngram": 1, "pad_id": 3}
+    check("NGramHashMapping", operands, attributes, (INT64, INT64), known=[1, 2, 4], compiled=True)
+
+
+def test_symbolic_batch_and_length() -> None:
+    b, s = export.symbolic_shape("b, s")
+    operands = [draw(2, 3, 1, 2), draw(2, 3, 1, 2), draw(2, 3, 2, 3), None, -abs(draw(2, 3, 2)), draw(2, 3, 2)]
+    model = transmuter.load(one_node("GatedDeltaNet", operands, outputs=2, **CONTRIB))
+    given = {f"x{i}": x for i, x in enumerate(operands) if x is not None}
+    shapes = {name: jax.ShapeDtypeStruct((b, s, *x.shape[2:]), x.dtype) for name, x in given.items()}
+    exported = export.export(jax.jit(lambda x: model.apply({}, x)))(shapes)
+    expected = ort_node("GatedDeltaNet", operands, outputs=2, **CONTRIB)
+    assert_equal([np.asarray(y) for y in exported.call(given).values()], expected)
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------------

@@ -276,12 +276,13 @@ def linear_attention(
         None if beta is None else by_token(beta, beta.shape[2], 1),
     )
     kept = query.dtype if past_state is None else past_state.dtype
-    empty = np.zeros((batch, kv_num_heads, size, value_size), wide)
-    state = cast(traced(empty if past_state is None else past_state), wide)
-    seen = min(window, length)
+    if past_state is None:
+        past_state = jnp.zeros((batch, kv_num_heads, size, value_size), wide)
+    state = cast(traced(past_state), wide)
     if not window:
         state, (outputs, _) = lax.scan(linear_step, state, tokens)
     else:
+        seen = min(window, length)
         early, late = (jax.tree.map(lambda x, part=part: x[part], tokens) for part in _split(length - seen))
         state, (before, _) = lax.scan(linear_step, state, early)
         _, (outputs, state) = lax.scan(_seen_step, state, late)

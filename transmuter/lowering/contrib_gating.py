@@ -130,7 +130,7 @@ def MoEGroupRouter(
     if projection_weight is not None:
         logits = jnp.matmul(logits, cast(projection_weight, logits.dtype).T)
     experts = expert_bias.shape[0]
-    weights = jax.nn.sigmoid(logits.reshape(logits.size // experts, experts))
+    weights = jax.nn.sigmoid(logits.reshape(-1, experts))
     scores = weights + expert_bias
     groups = lax.stop_gradient(scores).reshape(-1, n_group, experts // n_group)
     best, _ = lax.top_k(groups, min(group_topk, groups.shape[-1]))

@@ -39,12 +39,14 @@ class _Packed:
     @classmethod
     def within(cls, cumulative: Array, tokens: int) -> _Packed:
         bounds, token = cast(traced(cumulative), np.int32), jnp.arange(tokens, dtype=np.int32)
-        sequence = cast(jnp.searchsorted(bounds, token, side="right"), np.int32) - 1
+        sequence = jnp.sum(token[:, None] >= bounds, axis=1, dtype=np.int32) - 1
         return cls(bounds[:-1], bounds[1:] - bounds[:-1], sequence, token - bounds[sequence])
 
     @classmethod
-    def evenly(cls, count: int, length: int) -> _Packed:
-        return cls.within(jnp.arange(count + 1, dtype=np.int32) * length, count * length)
+    def evenly(cls, count: Any, length: Any) -> _Packed:
+        sequence, position = (lax.broadcasted_iota(np.int32, (count, length), axis).reshape(-1) for axis in (0, 1))
+        lengths = jnp.full(count, length, np.int32)
+        return cls(jnp.arange(count, dtype=np.int32) * lengths, lengths, sequence, position)
 
     def at(self, x: Array, past: Array, sequence: Array, position: Array) -> jax.Array:
         """The tokens of `x` at positions of their sequences, of which negative ones lie in `past` (sequences, length,
@@ -120,15 +122,19 @@ def CausalConvWithState(
 
     def state(begin: int) -> jax.Array:
         """What is kept from a position on; nothing from before the past."""
-        samples = whole[:, :, begin : begin + kept] if begin >= 0 else jnp.zeros((batch, channels, kept), x.dtype)
+        samples = (
+            whole[:, :, begin : begin + kept]
+            if not state_window or begin > 0
+            else jnp.zeros((batch, channels, kept), x.dtype)
+        )
         trailing = input.shape[2:] if channels_last else (channels,)
         return jnp.swapaxes(samples, 1, 2).reshape(batch, kept, *trailing) if is_last else samples
 
     first = jnp.swapaxes(x[:, :, :state_update_capacity], 1, 2)
-    ends = range(length - state_window + 1, length + 1)
+    states = [state(length - back) for back in range(state_window - 1, -1, -1)]
     return (
         jnp.swapaxes(y, 1, 2).reshape(input.shape) if channels_last else y,
-        jnp.stack([state(end or -1) for end in ends]) if state_window else state(length),
+        jnp.stack(states) if state_window else state(length),
         jnp.pad(first, [(0, 0), (0, state_update_capacity - first.shape[1]), (0, 0)]),
     )
 
@@ -277,14 +283,14 @@ def GatedDeltaNet(
         tokens = _Packed.evenly(batch, count // batch)
         by_step = [x if x is None else jnp.swapaxes(x.reshape(batch, -1, *x.shape[1:]), 0, 1) for x in parts]
         states, results = lax.scan(linear_step, states, tuple(by_step))
-        output, delta = (jnp.swapaxes(x, 0, 1) for x in results)
+        output, delta = (jnp.swapaxes(x, 0, 1).reshape(count, *x.shape[2:]) for x in results)
     else:
         tokens = _Packed.within(cu_seqlens, count)
         states, (output, delta) = lax.scan(_packed_step, states, (tokens.sequence, *parts))
     update = None
     if state_update_capacity:
         factor = jnp.ones((count, heads)) if decay is None else jnp.exp(decay)
-        rows = [x.reshape(count, math.prod(x.shape) // max(count, 1)) for x in (factor, key, delta)]
+        rows = [x.reshape(count, math.prod(x.shape[1:])) for x in (factor, key, delta)]
         rows = [tokens.prefix(row, capture_count, state_update_capacity).reshape(batch, -1) for row in rows]
         update = cast(jnp.concatenate(rows, axis=1), np.float32)
         if state_update_active is not None:
@@ -319,41 +325,45 @@ def _rate(raw: jax.Array, activation: str) -> jax.Array:
 # ---- hashed n-grams ------------------------------------------------------------------------------------------------
 
 
-def _hashes(
+def _hashed(
     tokens: _Packed,
     ids: Array,
-    past: Array,
-    segments: Array | None,
-    past_segments: Array | None,
     multipliers: Array,
     vocab_sizes: Array,
+    past: Array | None,
     head_offsets: Array | None,
     end: Array | None,
-    fill: Array,
-    heads: int,
-) -> jax.Array:
-    """A hash of the last 2, 3, ... ids at each token, as many of each as there are heads.
+    segments: Array | None,
+    past_segments: Array | None = None,
+    *,
+    max_ngram_size: int,
+    n_head_per_ngram: int,
+    pad_id: int,
+    reset_on_eos: int,
+) -> tuple[jax.Array, Array]:
+    """A hash of the last 2, 3, ... ids at each token, as many of each as there are heads; and the past that was taken.
 
-    An id counts as `fill` where an `end`, or a segment's border, lies between it and the token.
+    An id is replaced where an `end`, or a segment's border, lies between it and the token.
     """
     sizes = contents(vocab_sizes)
     if sizes is not None and (sizes <= 0).any():
         raise ValueError("a vocabulary has no words")
+    fill = jnp.asarray(pad_id, ids.dtype) if end is None else jnp.reshape(end, ())
+    if past is None:
+        past = jnp.full((tokens.starts.shape[0], max_ngram_size - 1), fill)
     mixed, is_cut, mixes = ids * multipliers[0], jnp.zeros(ids.shape, bool), []
-    for steps in range(1, past.shape[1] + 1):
+    for steps in range(1, max_ngram_size):
         earlier = tokens.earlier(ids, past, steps)
-        if end is not None:
-            is_cut = is_cut | (earlier == end)
-        if segments is not None and past_segments is not None:
-            a, b = (tokens.earlier(segments, past_segments, n) for n in (steps - 1, steps))
-            is_cut = is_cut | (a != b)
-        elif segments is not None:
-            a, b = (jnp.take(segments, jnp.arange(ids.shape[0]) - n, axis=0, mode="clip") for n in (steps - 1, steps))
-            is_cut = is_cut | ((a != b) & (tokens.position >= steps))
+        if end is not None and reset_on_eos:
+            is_cut = is_cut | (earlier == fill)
+        if segments is not None:
+            known = segments[:0].reshape(past.shape[0], 0) if past_segments is None else past_segments
+            a, b = (tokens.earlier(segments, known, n) for n in (steps - 1, steps))
+            is_cut = is_cut | ((a != b) & (past_segments is not None or tokens.position >= steps))
         mixed = mixed ^ (jnp.where(is_cut, fill, earlier) * multipliers[steps])
         mixes.append(mixed)
-    hashes = jnp.repeat(jnp.stack(mixes, -1), heads, axis=-1) % vocab_sizes
-    return hashes if head_offsets is None else hashes + head_offsets
+    hashes = jnp.repeat(jnp.stack(mixes, -1), n_head_per_ngram, axis=-1) % vocab_sizes
+    return hashes if head_offsets is None else hashes + head_offsets, past
 
 
 @operator(differentiable=False)
@@ -372,21 +382,12 @@ def NGramHashMapping(
     reset_on_eos=0,
 ):
     """Products that leave 32 bits need jax_enable_x64."""
-    hashes, present, *_ = VarlenNGramHashMapping(
-        input_ids.reshape(-1),
-        multipliers,
-        vocab_sizes,
-        jnp.arange(input_ids.shape[0] + 1, dtype=np.int32) * input_ids.shape[1],
-        past_ids,
-        head_offsets,
-        eos_token_id,
-        None if segment_ids is None else segment_ids.reshape(-1),
-        max_ngram_size=max_ngram_size,
-        n_head_per_ngram=n_head_per_ngram,
-        pad_id=pad_id,
-        reset_on_eos=reset_on_eos,
-    )
-    return hashes.reshape(*input_ids.shape, hashes.shape[1]), present
+    tokens, ids = _Packed.evenly(*input_ids.shape), jnp.reshape(input_ids, -1)
+    segments = None if segment_ids is None else jnp.reshape(segment_ids, -1)
+    how = {"max_ngram_size": max_ngram_size, "n_head_per_ngram": n_head_per_ngram, "pad_id": pad_id}
+    rest = (past_ids, head_offsets, eos_token_id, segments)
+    hashes, past = _hashed(tokens, ids, multipliers, vocab_sizes, *rest, **how, reset_on_eos=reset_on_eos)
+    return hashes.reshape(*input_ids.shape, hashes.shape[1]), tokens.tail(ids, past, tokens.lengths)
 
 
 @operator(differentiable=False)
@@ -408,31 +409,17 @@ def VarlenNGramHashMapping(
     reset_on_eos=0,
     state_update_capacity=0,
 ):
-    """Products that leave 32 bits need jax_enable_x64."""
+    """Products that leave 32 bits need jax_enable_x64. There are no present segments without segments."""
     _check_capture(state_update_capacity, capture_count)
-    tokens, pad = _Packed.within(cumulative_sequence_length, input_ids.shape[0]), jnp.asarray(pad_id, input_ids.dtype)
-    fill = pad if eos_token_id is None else jnp.reshape(eos_token_id, ())
-    shape = (tokens.lengths.shape[0], max_ngram_size - 1)
-    past = jnp.broadcast_to(fill, shape) if past_ids is None else past_ids
-    hashes = _hashes(
-        tokens,
-        input_ids,
-        past,
-        segment_ids,
-        past_segment_ids,
-        multipliers,
-        vocab_sizes,
-        head_offsets,
-        fill if reset_on_eos and eos_token_id is not None else None,
-        fill,
-        n_head_per_ngram,
-    )
-    update = None
+    tokens, ids = _Packed.within(cumulative_sequence_length, input_ids.shape[0]), traced(input_ids)
+    how = {"max_ngram_size": max_ngram_size, "n_head_per_ngram": n_head_per_ngram, "pad_id": pad_id}
+    rest = (past_ids, head_offsets, eos_token_id, segment_ids, past_segment_ids)
+    hashes, past = _hashed(tokens, ids, multipliers, vocab_sizes, *rest, **how, reset_on_eos=reset_on_eos)
+    segments = update = None
+    if segment_ids is not None:
+        before = jnp.zeros(past.shape, segment_ids.dtype) if past_segment_ids is None else past_segment_ids
+        segments = tokens.tail(segment_ids, before, tokens.lengths)
     if state_update_capacity:
         slots, is_used = tokens.captured(capture_count, state_update_capacity)
-        update = jnp.where(is_used[..., None], tokens.tail(input_ids, past, slots + 1), pad)
-    present = tokens.tail(input_ids, past, tokens.lengths)
-    if segment_ids is None:
-        return hashes, present, None, update
-    before = jnp.zeros(shape, segment_ids.dtype) if past_segment_ids is None else past_segment_ids
-    return hashes, present, tokens.tail(segment_ids, before, tokens.lengths), update
+        update = jnp.where(is_used[..., None], tokens.tail(ids, past, slots + 1), jnp.asarray(pad_id, ids.dtype))
+    return hashes, tokens.tail(ids, past, tokens.lengths), segments, update

@@ -130,7 +130,7 @@ def _matrices(x: Array, transpose: int, transpose_batch: int) -> Array:
 
 @operator("FusedMatMul", "TransposeMatMul", "SparseToDenseMatMul", domain="com.microsoft")
 def _fused_matmul(a, b, *, transA=0, transB=0, transBatchA=0, transBatchB=0, alpha=1.0):
-    """A sparse operand is given as a dense array."""
+    """A sparse operand is given as a dense array. ONNX Runtime scales the product of a sparse one in float32 only."""
     a, b = _matrices(a, transA, transBatchA), _matrices(b, transB, transBatchB)
     y = jnp.matmul(a, b, preferred_element_type=accumulator(a))
     return cast(_scaled(y, alpha), a.dtype)
