@@ -17,7 +17,10 @@ from onnx import TensorProto, parser
 from onnx.helper import tensor_dtype_to_np_dtype
 
 import transmuter
+from lowering import drawn
+from lowering.drawn import SPECIAL, arrays, check, element_type
 from lowering.paths import both_paths, lower
+from transmuter.lowering import registry
 
 A, B = np.array([[7, -7, 5], [0, 3, -8]], np.int32), np.array([2, -3, 4], np.int32)
 FLOATS = np.array([-2.5, -1.5, -0.5, -0.0, 0.5, 1.5, 2.5, np.nan, np.inf, -np.inf], np.float32)
@@ -392,3 +395,330 @@ def test_bits_of_float16_in_a_model_that_computes_in_float32():
         one_node("BitCast", [x], {"to": TensorProto.UINT16}, opset=26, output_types=[TensorProto.UINT16])
     )
     assert np.asarray(transmuter.run(model, {"x0": x})["y0"]).tolist() == x.view(np.uint16).tolist()
+
+
+# ---- drawn operands, against ONNX Runtime --------------------------------------------------------------------------
+
+FLOAT_TYPES = st.sampled_from([np.float32, np.float64])
+INTEGER_TYPES = st.sampled_from([np.int8, np.uint8, np.int32, np.int64])
+SIGNED_TYPES = st.sampled_from([np.float32, np.int8, np.int64])
+ALL_TYPES = st.sampled_from([np.float32, np.float64, np.int8, np.uint8, np.int64])
+HALF = st.just(np.float16)
+SLOPE = st.sampled_from([-1.0, 0.25, 2.0])
+
+UNARY = {
+    "Abs": (ALL_TYPES, {}),
+    "Neg": (SIGNED_TYPES, {}),
+    "Sign": (ALL_TYPES, {}),
+    "Reciprocal": (FLOAT_TYPES, {}),
+    "Sqrt": (FLOAT_TYPES, {}),
+    "Exp": (FLOAT_TYPES, {}),
+    "Log": (FLOAT_TYPES, {}),
+    "Erf": (FLOAT_TYPES, {}),
+    "Floor": (FLOAT_TYPES, {}),
+    "Ceil": (FLOAT_TYPES, {}),
+    "Round": (FLOAT_TYPES | HALF, {}),
+    "Sin": (FLOAT_TYPES, {}),
+    "Cos": (FLOAT_TYPES, {}),
+    "Tan": (FLOAT_TYPES, {}),
+    "Asin": (FLOAT_TYPES, {}),
+    "Acos": (FLOAT_TYPES, {}),
+    "Atan": (FLOAT_TYPES, {}),
+    "Sinh": (FLOAT_TYPES, {}),
+    "Cosh": (FLOAT_TYPES, {}),
+    "Tanh": (FLOAT_TYPES, {}),
+    "Asinh": (FLOAT_TYPES, {}),
+    "Acosh": (FLOAT_TYPES, {}),
+    "Atanh": (FLOAT_TYPES, {}),
+    "Not": (st.just(np.bool_), {}),
+    "BitwiseNot": (INTEGER_TYPES, {}),
+    "IsNaN": (FLOAT_TYPES | HALF, {}),
+    "IsInf": (FLOAT_TYPES | HALF, {"detect_negative": st.integers(0, 1), "detect_positive": st.integers(0, 1)}),
+    "Relu": (SIGNED_TYPES, {}),
+    "Sigmoid": (FLOAT_TYPES, {}),
+    "Softplus": (FLOAT_TYPES, {}),
+    "Softsign": (st.just(np.float32), {}),
+    "HardSwish": (FLOAT_TYPES, {}),
+    "Mish": (FLOAT_TYPES, {}),
+    "Elu": (FLOAT_TYPES, {"alpha": SLOPE}),
+    "Celu": (FLOAT_TYPES, {"alpha": SLOPE}),
+    "Selu": (FLOAT_TYPES, {"alpha": SLOPE, "gamma": SLOPE}),
+    "LeakyRelu": (FLOAT_TYPES, {"alpha": SLOPE}),
+    "ThresholdedRelu": (FLOAT_TYPES, {"alpha": SLOPE}),
+    "HardSigmoid": (FLOAT_TYPES, {"alpha": SLOPE, "beta": SLOPE}),
+    "Gelu": (FLOAT_TYPES, {"approximate": st.sampled_from(["none", "tanh"])}),
+    "Swish": (FLOAT_TYPES, {"alpha": SLOPE}),
+    "Shrink": (FLOAT_TYPES, {"lambd": SLOPE, "bias": SLOPE}),
+}
+SHAPES = st.sampled_from([(6,), (6,), (2, 3), (), (0, 3)])
+DRAWN = settings(max_examples=15, deadline=None)
+
+
+@pytest.mark.parametrize("op", UNARY)
+@DRAWN
+@given(draw=st.data())
+def test_one_operand(op, draw):
+    dtypes, attributes = UNARY[op]
+    x = draw.draw(dtypes.flatmap(lambda dtype: SHAPES.flatmap(lambda shape: arrays(dtype, shape))))
+    kind = element_type(np.bool_ if op in ("IsNaN", "IsInf") else x.dtype)
+    check(op, [x], draw.draw(st.fixed_dictionaries(attributes)), opset=24, output_types=[kind], tolerance=2e-5)
+
+
+ARITHMETIC = st.sampled_from([np.float32, np.float64, np.int8, np.int32, np.uint64])
+BINARY = {
+    "Add": ARITHMETIC,
+    "Sub": ARITHMETIC,
+    "Mul": ARITHMETIC,
+    "Div": ARITHMETIC,
+    "Pow": st.sampled_from([np.float32, np.float64]),
+    "Max": ARITHMETIC,
+    "Min": ARITHMETIC,
+    "Sum": FLOAT_TYPES,
+    "Mean": st.just(np.float32),
+    "PRelu": st.just(np.float32),
+    "Mod": st.sampled_from([np.int8, np.int64, np.uint8]),
+    "Equal": ARITHMETIC | st.just(np.bool_),
+    "Greater": ARITHMETIC,
+    "GreaterOrEqual": ARITHMETIC,
+    "Less": ARITHMETIC,
+    "LessOrEqual": ARITHMETIC,
+    "And": st.just(np.bool_),
+    "Or": st.just(np.bool_),
+    "Xor": st.just(np.bool_),
+    "BitwiseAnd": INTEGER_TYPES,
+    "BitwiseOr": INTEGER_TYPES,
+    "BitwiseXor": INTEGER_TYPES,
+}
+TRUTH = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
+PAIRS = st.sampled_from([((2, 3), (2, 3)), ((2, 3), (1, 3)), ((2, 1), (3,)), ((2, 3), ()), ((0, 3), (1, 3))])
+
+
+@pytest.mark.parametrize("op", BINARY)
+@DRAWN
+@given(draw=st.data())
+def test_two_operands(op, draw):
+    dtype, shapes = draw.draw(BINARY[op]), draw.draw(PAIRS)
+    a, b = (draw.draw(arrays(dtype, shape)) for shape in shapes)
+    if op in ("Div", "Mod") and a.dtype.kind in "iu":  # ONNX Runtime stops at 0, and wraps at the lowest by -1 by luck
+        b = np.where((b == 0) | (b == dtype(-1 % 256 if b.dtype.kind == "u" else -1)), dtype(3), b)
+    check(op, [a, b], opset=22, output_types=[element_type(np.bool_ if op in TRUTH else dtype)])
+
+
+@pytest.mark.parametrize("op", ["Max", "Min", "Sum", "Mean"])
+@DRAWN
+@given(draw=st.data())
+def test_any_number_of_operands(op, draw):
+    shapes = draw.draw(st.lists(st.sampled_from([(2, 3), (1, 3), (3,), ()]), min_size=1, max_size=3))
+    check(op, [draw.draw(arrays(np.float32, shape)) for shape in shapes])
+
+
+@DRAWN
+@given(draw=st.data(), fmod=st.integers(0, 1), dtype=FLOAT_TYPES)
+def test_remainders_of_floats(draw, fmod, dtype):
+    a, b = (draw.draw(arrays(dtype, (6,))) for _ in range(2))
+    check("Mod", [a, b], {"fmod": fmod}, opset=28)
+
+
+@pytest.mark.parametrize("op", ["Div", "Mod"])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.int64, np.uint64])
+def test_integers_divided_by_zero(op, dtype):
+    """ONNX leaves it open, and ONNX Runtime stops."""
+    x = np.array([0, 5, np.iinfo(dtype).min, np.iinfo(dtype).max], dtype)
+    ones = ~np.zeros_like(x)
+    check(op, [x, np.zeros_like(x)], results=[ones if op == "Div" else np.zeros_like(x)])
+    if np.dtype(dtype).kind == "i":  # the lowest number is its own opposite
+        check(op, [x, np.full_like(x, -1)], results=[np.negative(x) if op == "Div" else np.zeros_like(x)])
+
+
+EXPONENTS = st.sampled_from([np.int32, np.int64, np.float32])
+
+
+@DRAWN
+@given(draw=st.data(), base=st.sampled_from([np.int32, np.int64, np.float32]), exponent=EXPONENTS)
+def test_powers_of_mixed_dtypes(draw, base, exponent):
+    x = draw.draw(arrays(base, (6,), st.integers(-9, 9)))
+    y = draw.draw(arrays(exponent, (6,), st.sampled_from([-3, -2, -1, 0, 1, 2, 3, 7])))
+    if base != np.float32:  # 0 to a negative power is no integer
+        x = np.where((x == 0) & (y < 0), base(1), x)
+    check("Pow", [x, y])
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_integers_to_large_powers(dtype):
+    x, y = np.array([0, 1, -1, -1, 0, -1], dtype), np.array([64, 2**62, 64, 2**62 + 1, -1, -(2**63)], np.int64)
+    check("Pow", [x, y], results=[np.array([0, 1, 1, -1, 0, 1], dtype)])
+
+
+@DRAWN
+@given(draw=st.data(), dtype=INTEGER_TYPES, direction=st.sampled_from(["LEFT", "RIGHT"]))
+def test_shifts_beyond_the_width(draw, dtype, direction):
+    x, y = (
+        draw.draw(arrays(dtype, (6,))),
+        draw.draw(arrays(dtype, (6,), st.sampled_from([0, 1, 7, 8, 32, 63, 64, 100]))),
+    )
+    check("BitShift", [x, y], {"direction": direction}, opset=28)
+
+
+@DRAWN
+@given(draw=st.data(), dtype=st.sampled_from([np.float32, np.float16, np.int8, np.uint64]))
+def test_clips(draw, dtype):
+    x, low, high = (draw.draw(arrays(dtype, shape)) for shape in ((6,), (), ()))
+    absent = draw.draw(st.sets(st.integers(1, 2)))
+    inputs = [None if i in absent else operand for i, operand in enumerate((x, low, high))]
+    check("Clip", inputs, opset=13)
+
+
+@DRAWN
+@given(draw=st.data(), dtype=st.sampled_from([np.float32, np.int64, np.uint8, np.bool_]), shapes=PAIRS)
+def test_choices(draw, dtype, shapes):
+    condition, x = draw.draw(arrays(np.bool_, shapes[1])), draw.draw(arrays(dtype, shapes[0]))
+    y = draw.draw(arrays(dtype, (1,)))
+    check("Where", [condition, x, y], output_types=[element_type(dtype)])
+
+
+CAST_TYPES = [np.bool_, np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64]
+CAST_TYPES += [np.float16, np.float32, np.float64]
+OUT_OF_RANGE = st.sampled_from(
+    [*SPECIAL, 127.6, 255.5, -300.0, 65504.0, 70000.0, 2.0**31, 3e9, -3e9, 1e19, -1e20, 3e38]
+)
+
+
+@pytest.mark.parametrize("op", ["Cast", "CastLike"])
+@settings(max_examples=40, deadline=None)
+@given(draw=st.data(), source=st.sampled_from(CAST_TYPES), target=st.sampled_from(CAST_TYPES))
+def test_casts(op, draw, source, target):
+    is_float = np.dtype(source).kind == "f"
+    with np.errstate(all="ignore"):
+        x = (
+            draw.draw(arrays(np.float64, (6,), OUT_OF_RANGE)).astype(source)
+            if is_float
+            else draw.draw(arrays(source, (6,)))
+        )
+    if is_float and np.dtype(target) in (np.uint32, np.uint64):  # ONNX Runtime is not at one with itself there
+        x = np.where((x > -(2**31)) & (x < np.iinfo(target).max), x, source(-1))
+    to = element_type(target)
+    wanted = drawn.expected("Cast", [x], {"to": to}, opset=21, output_types=[to])
+    inputs, attributes = ([x], {"to": to}) if op == "Cast" else ([x, np.zeros(2, target)], {})
+    check(op, inputs, attributes, results=wanted, opset=21, output_types=[to], known=range(1, len(inputs)))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.uint32])
+def test_large_integers_saturate_in_the_smallest_floats(dtype):
+    x = np.array([np.iinfo(dtype).max, 2**31, 5, np.iinfo(dtype).min], dtype)
+    to = TensorProto.FLOAT4E2M1
+    wanted = np.array([6, 6, 4, -6 if dtype == np.int64 else 0], ml_dtypes.float4_e2m1fn)
+    check("Cast", [x], {"to": to}, results=[wanted], opset=25, output_types=[to])
+
+
+@DRAWN
+@given(
+    draw=st.data(), pair=st.permutations([np.float32, np.int32, np.uint32]) | st.permutations([np.float64, np.int64])
+)
+def test_bit_casts(draw, pair):
+    x, to = draw.draw(arrays(pair[0], (6,))), element_type(pair[1])
+    check("BitCast", [x], {"to": to}, opset=26, output_types=[to])
+
+
+# ---- gradients at points where they are easily NaN -----------------------------------------------------------------
+
+
+def slopes(op, *operands, **attributes):
+    """The derivatives of a sum of results by each of the operands, which is finite."""
+    operands = [np.asarray(x, np.float32) for x in operands]
+    found = jax.grad(lambda *xs: jnp.sum(lower(op, *xs, **attributes)), tuple(range(len(operands))))(*operands)
+    assert all(np.isfinite(slope).all() for slope in found), found
+    return [np.asarray(slope).tolist() for slope in found]
+
+
+def test_gradients_under_a_mask():
+    x = jnp.array([0.0, 4.0])
+
+    def guarded(op, *more):
+        safe = lambda x: lower("Where", x > 0, x, jnp.ones_like(x))
+        return jax.grad(lambda x: lower("Where", x > 0, lower(op, *more, safe(x)), jnp.zeros_like(x)).sum())(x)
+
+    np.testing.assert_allclose(guarded("Sqrt"), [0, 0.25])
+    np.testing.assert_allclose(guarded("Log"), [0, 0.25])
+    np.testing.assert_allclose(guarded("Div", jnp.ones(2)), [0, -1 / 16])
+    np.testing.assert_allclose(guarded("Reciprocal"), [0, -1 / 16])
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(
+    ("exponent", "base", "expected"),
+    [
+        (0, 0, 0),
+        (1, 0, 1),
+        (2, 0, 0),
+        (3, 0, 0),
+        (2, -3, -6),
+        (3, -2, 12),
+        (0, -2, 0),
+        (5, -1, 5),
+        (-1, -2, -0.25),
+        (0.5, 4, 0.25),
+    ],
+)
+def test_the_gradient_of_a_power(exponent, base, expected, known):
+    with jax.enable_x64(True):
+        y = np.float64(exponent) if known else jnp.float64(exponent)
+        slope = jax.grad(lambda x: lower("Pow", x, np.asarray(y) if known else y).sum())(jnp.float64(base))
+    np.testing.assert_allclose(slope, expected, rtol=1e-6)
+
+
+def test_gradients_at_corners():
+    assert slopes("Abs", [0.0, -2.0, 3.0]) == [[1, -1, 1]]
+    assert slopes("Relu", [0.0, -2.0, 3.0]) == [[0, 0, 1]]
+    assert slopes("PRelu", [0.0, -2.0, 3.0], [0.5, 0.5, 0.5]) == [[1, 0.5, 1], [0, -2, 0]]
+    assert slopes("LeakyRelu", [0.0, -2.0], alpha=0.5) == [[1, 0.5]]
+    assert slopes("Max", [1.0, 2.0], [1.0, 3.0]) == [[0.5, 0], [0.5, 1]]
+    assert slopes("Min", [1.0, 2.0], [1.0, 3.0]) == [[0.5, 1], [0.5, 0]]
+    assert slopes("Clip", [-2.0, 0.5, 7.0], -1.0, 1.0) == [[0, 1, 0], 1, 1]
+    slopes("Clip", [-1.0, 1.0], -1.0, 1.0)
+    slopes("Mod", [7.0, -7.0, 0.0], [2.0, 3.0, 1.0], fmod=1)
+    slopes("Mod", [7.0, -7.0, 0.0], [2.0, 3.0, 1.0], fmod=0, opset=28)
+
+
+@pytest.mark.parametrize(
+    "op",
+    ["Softplus", "Softsign", "Mish", "Sigmoid", "Tanh", "Erf", "Gelu", "Swish", "Elu", "Celu", "Selu", "HardSwish"],
+)
+def test_gradients_of_activations_at_extremes(op):
+    slopes(op, [-3e38, -1e4, -100.0, -20.0, -1e-30, -0.0, 0.0, 1e-30, 20.0, 100.0, 1e4, 3e38], opset=24)
+
+
+MORE_GRADIENTS = {
+    "Swish": {"alpha": -1.5},
+    "Cos": {},
+    "Asin": {},
+    "Acos": {},
+    "Atan": {},
+    "Sinh": {},
+    "Cosh": {},
+    "Atanh": {},
+    "PRelu": {},
+    "Celu": {"alpha": -0.7},
+    "Cast": {"to": TensorProto.DOUBLE},
+}
+
+
+@pytest.mark.parametrize("op", MORE_GRADIENTS)
+def test_more_gradients(op):
+    with jax.enable_x64(True):
+        x = jnp.asarray([0.3, -0.8, 0.55])
+        more = [jnp.asarray([0.25, 0.5, 0.75])] if op == "PRelu" else []
+        check_grads(lambda *xs: lower(op, *xs, opset=24, **MORE_GRADIENTS[op]), (x, *more), 1, ("rev",))
+
+
+def test_gradients_of_remainders_and_choices():
+    with jax.enable_x64(True):
+        a, b = jnp.asarray([7.3, -5.3]), jnp.asarray([2.2, 1.7])
+        for fmod in (0, 1):
+            check_grads(lambda a, b, fmod=fmod: lower("Mod", a, b, fmod=fmod, opset=28), (a, b), 1, ("rev",))
+        check_grads(lambda a, b: lower("Where", np.array([True, False]), a, b), (a, b), 1, ("rev",))
+        check_grads(lambda a, b: lower("Clip", a, -b[0], b[1]), (a, b), 1, ("rev",))
+
+
+@pytest.mark.parametrize("op", ["Sign", "Floor", "Ceil", "Round", "BitCast"])
+def test_steps_say_that_they_have_no_gradient(op):
+    assert not registry.find("", op, 26).differentiable

@@ -16,7 +16,9 @@ from onenode import one_node, ort_node, run_node
 from onnx import TensorProto
 
 import transmuter
+from lowering.drawn import arrays, check, subsets
 from lowering.paths import both_paths, lower
+from transmuter.lowering import registry
 
 REDUCTIONS = [
     f"Reduce{kind}" for kind in ("Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "LogSum", "LogSumExp", "SumSquare")
@@ -210,3 +212,130 @@ def test_integers_are_32_bits_inside_of_a_jit_without_x64():
     (index,) = jax.jit(lambda x: model.apply({}, {"x0": x}))(x).values()
     assert index.dtype == jnp.int32
     assert index.tolist() == [[2]]
+
+
+# ---- drawn operands, against ONNX Runtime --------------------------------------------------------------------------
+
+DRAWN = settings(max_examples=15, deadline=None)
+SHAPES = [(2, 3), (1, 3), (0, 3), (2, 0), ()]
+SIGNS = st.sampled_from([-3.0, -1.0, -0.0, 0.0, 0.5, 2.0, np.inf, -np.inf])
+NUMBERS = SIGNS | st.sampled_from([np.nan, 1e30, -1e30, 300.0, -300.0])
+
+
+@pytest.mark.parametrize("op", REDUCTIONS)
+@DRAWN
+@given(draw=st.data(), shape=st.sampled_from(SHAPES), keepdims=st.integers(0, 1), noop=st.integers(0, 1))
+def test_reductions_of_special_values(op, draw, shape, keepdims, noop):
+    dtype = draw.draw(st.sampled_from([np.float32, np.float64, np.int32, np.int64]))
+    if np.dtype(dtype).kind == "i":
+        low = 1 if "Log" in op else -5
+        x = draw.draw(arrays(dtype, shape, st.integers(low, 5)))
+    else:  # ONNX Runtime passes over NaN in float64
+        ordered = op in ("ReduceMax", "ReduceMin") and dtype == np.float64
+        x = draw.draw(arrays(dtype, shape, SIGNS if ordered else NUMBERS))
+    axes = draw.draw(subsets(len(shape)))
+    if "Log" in op and x.dtype.kind == "i" and 0 in x.shape:
+        return  # minus infinity, as an integer
+    if not axes and noop and op not in ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd"):
+        return  # ONNX Runtime returns x, where the specification applies the other steps
+    attributes = {"keepdims": keepdims, "noop_with_empty_axes": noop}
+    check(op, [x, np.array(axes, np.int64)], attributes, opset=20, known=(1,))
+
+
+@pytest.mark.parametrize("op", ["ReduceMax", "ReduceMin"])
+@DRAWN
+@given(draw=st.data(), dtype=st.sampled_from([np.int8, np.uint8, np.bool_]), keepdims=st.integers(0, 1))
+def test_extremes_of_other_dtypes(op, draw, dtype, keepdims):
+    check(op, [draw.draw(arrays(dtype, (2, 3))), np.array([-1])], {"keepdims": keepdims}, opset=20, known=(1,))
+
+
+def test_roots_and_logarithms_of_large_integers():
+    """The sum on the way there does not fit."""
+    x, axes = np.array([[60000, 80000], [2**31 - 1, 0]], np.int32), np.array([1])
+    check("ReduceL2", [x, axes], opset=18, known=(1,))
+    check("ReduceLogSum", [np.full((1, 4), 2**31 - 1, np.int32), axes], opset=18, known=(1,))
+    check("ReduceLogSum", [np.zeros((2, 2), np.int32), axes], opset=18, known=(1,))
+
+
+@pytest.mark.parametrize("op", ["ArgMax", "ArgMin"])
+@DRAWN
+@given(draw=st.data(), last=st.integers(0, 1), keepdims=st.integers(0, 1), axis=st.integers(-2, 1))
+def test_indices_of_the_first_or_last_of_equals(op, draw, last, keepdims, axis):
+    dtype = draw.draw(st.sampled_from([np.float32, np.float64, np.int8, np.uint8, np.int64]))
+    few = st.sampled_from([0, 1, np.iinfo(dtype).min, np.iinfo(dtype).max]) if np.dtype(dtype).kind in "iu" else SIGNS
+    x = draw.draw(arrays(dtype, draw.draw(st.sampled_from([(3, 4), (1, 4), (3, 1)])), few))
+    attributes = {"axis": axis, "select_last_index": last, "keepdims": keepdims}
+    check(op, [x], attributes, opset=13, output_types=[TensorProto.INT64])
+
+
+def test_indices_of_extremes_of_nothing_and_of_nan():
+    attributes, more = {"axis": 1, "keepdims": 0}, {"opset": 13, "output_types": [TensorProto.INT64]}
+    check("ArgMax", [np.zeros((0, 3), np.float32)], attributes, **more)
+    with pytest.raises(transmuter.LoweringError, match="no identity"):
+        run_node("ArgMax", [np.zeros((3, 0), np.float32)], attributes, **more)
+    x = np.array([[1, np.nan, 3, np.nan]], np.float32)
+    for op in ("ArgMax", "ArgMin"):
+        check(op, [x], attributes, results=[np.array([1])], **more)
+        check(op, [x], attributes | {"select_last_index": 1}, results=[np.array([3])], **more)
+
+
+@pytest.mark.parametrize(("op", "opset"), [("CumSum", 14), ("CumProd", 26)])
+@DRAWN
+@given(draw=st.data(), exclusive=st.integers(0, 1), reverse=st.integers(0, 1), axis=st.integers(-2, 1))
+def test_cumulative_sums_of_special_values(op, opset, draw, exclusive, reverse, axis):
+    dtype = draw.draw(st.sampled_from([np.float32, np.int32, np.int64]))
+    x = draw.draw(arrays(dtype, draw.draw(st.sampled_from([(2, 3), (1, 3), (0, 3), (2, 0)]))))
+    operands = [x, np.array(axis, draw.draw(st.sampled_from([np.int32, np.int64])))]
+    check(op, operands, {"exclusive": exclusive, "reverse": reverse}, opset=opset, known=(1,))
+
+
+@pytest.mark.parametrize("op", ["Softmax", "LogSoftmax", "Hardmax"])
+@DRAWN
+@given(draw=st.data(), opset=st.sampled_from([9, 11, 13]), axis=st.integers(0, 1))
+def test_softmax_of_special_values(op, draw, opset, axis):
+    values = st.sampled_from([-np.inf, -300.0, -1.0, 0.0, 1.0, 88.0, 300.0, 3e38, np.nan])
+    x = draw.draw(arrays(np.float32, draw.draw(st.sampled_from([(2, 3), (3, 1), (0, 3), (2, 0)])), values))
+    if op == "Hardmax":
+        x = np.nan_to_num(x, nan=2)  # ONNX Runtime passes over NaN
+    check(op, [x], {"axis": axis}, opset=opset)
+
+
+# ---- gradients -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", REDUCTIONS)
+@pytest.mark.parametrize("known_axes", [[0, 1], [-1]])
+def test_gradients_of_reductions_are_finite_at_zeros_and_ties(op, known_axes):
+    for values in (np.zeros((2, 2)), np.ones((2, 2)), np.array([[0.0, 2.0], [2.0, 0.0]])):
+        x = (values + (op == "ReduceLogSum")).astype(np.float32)
+        gradient = jax.grad(lambda x: gradient_of(op, x, others=[np.array(known_axes)])(x).sum())(x)
+        assert np.isfinite(gradient).all()
+
+
+def test_the_gradient_of_a_tie_is_shared():
+    for op in ("ReduceMax", "ReduceMin"):
+        x = np.array([1.0, 1.0], np.float32)
+        assert jax.grad(lambda x, op=op: gradient_of(op, x, others=[np.array([0])])(x).sum())(x).tolist() == [0.5, 0.5]
+
+
+def test_the_gradient_of_logsumexp_with_infinite_elements():
+    x = np.array([[-np.inf, 0, 0], [-np.inf] * 3, [1e30, 0, 0], [-1e30] * 3], np.float32)
+    gradient = jax.grad(lambda x: gradient_of("ReduceLogSumExp", x, others=[np.array([1])])(x)[0::2].sum())(x)
+    np.testing.assert_allclose(gradient, [[0, 0.5, 0.5], [0, 0, 0], [1, 0, 0], [0, 0, 0]])
+
+
+def test_the_gradient_of_log_softmax_at_extremes():
+    x = np.array([[3e38, 0, -3e38], [-np.inf, 300, -300]], np.float32)
+    gradient = jax.grad(lambda x: gradient_of("LogSoftmax", x)(x)[:, 1].sum())(x)
+    np.testing.assert_allclose(gradient, [[-1, 1, 0], [0, 0, 0]], atol=1e-6)
+
+
+def test_the_gradient_of_a_product_with_a_zero():
+    x = np.array([2.0, 0.0, 3.0], np.float32)
+    for op, known, expected in (("ReduceProd", [0], [0, 6, 0]), ("CumProd", 0, [1, 2 + 6, 0])):
+        f = gradient_of(op, x, others=[np.array(known)], opset=26)
+        np.testing.assert_allclose(jax.grad(lambda x, f=f: f(x).sum())(x), expected)
+
+
+def test_hardmax_says_that_it_has_no_gradient():
+    assert not registry.find("", "Hardmax", 13).differentiable

@@ -42,7 +42,7 @@ def positions(size: Any) -> Array:
 # ---- constants -----------------------------------------------------------------------------------------------------
 
 
-@operator()
+@operator(differentiable=False)
 def Constant(
     *,
     value=None,
@@ -70,7 +70,7 @@ def Constant(
     return given[0]
 
 
-@operator(known=("shape",))
+@operator(known=("shape",), differentiable=False)
 def ConstantOfShape(shape, *, value):
     value = np.zeros((), np.float32) if value is None else value.reshape(())
     shape = dims(shape)
@@ -82,7 +82,7 @@ def ConstantOfShape(shape, *, value):
 # ---- ranges and diagonals ------------------------------------------------------------------------------------------
 
 
-@operator(known=("start", "limit", "delta"))
+@operator(known=("start", "limit", "delta"), differentiable=False)
 def Range(start, limit, delta, *, stash_type=1):
     """Element i is `start + i * delta`, as the specification has it; ONNX Runtime adds up deltas."""
     if any(is_symbolic(v) for v in (start, limit, delta)):
@@ -94,7 +94,7 @@ def Range(start, limit, delta, *, stash_type=1):
     return (start.astype(exact) + np.arange(count) * delta.astype(exact)).astype(start.dtype).reshape(-1)
 
 
-@operator()
+@operator(differentiable=False)
 def EyeLike(x, *, dtype, k):
     rows, columns = x.shape
     diagonal = xp.equal(xp.expand_dims(positions(rows) + k, 1), positions(columns))
@@ -103,6 +103,7 @@ def EyeLike(x, *, dtype, k):
 
 @operator(known=("depth",))
 def OneHot(indices, depth, values, *, axis):
+    """A negative index is hot nowhere; in ONNX Runtime it counts from the back in all versions."""
     return _one_hot(indices, depth, values, axis, negative=False)
 
 
@@ -136,16 +137,19 @@ def _cosine_window(size: np.ndarray, periodic: int, output_datatype: int, *terms
     return (window if period else np.ones_like(phase)).astype(dtype(output_datatype))
 
 
-@operator(known=("size",))
+@operator(known=("size",), differentiable=False)
 def HannWindow(size, *, periodic, output_datatype):
+    """A symmetric window of one sample is 1; that of ONNX Runtime is NaN."""
     return _cosine_window(size, periodic, output_datatype, 0.5, -0.5)
 
 
-@operator(known=("size",))
+@operator(known=("size",), differentiable=False)
 def HammingWindow(size, *, periodic, output_datatype):
+    """A symmetric window of one sample is 1; that of ONNX Runtime is NaN."""
     return _cosine_window(size, periodic, output_datatype, 25 / 46, -21 / 46)
 
 
-@operator(known=("size",))
+@operator(known=("size",), differentiable=False)
 def BlackmanWindow(size, *, periodic, output_datatype):
+    """A symmetric window of one sample is 1; that of ONNX Runtime is NaN."""
     return _cosine_window(size, periodic, output_datatype, 0.42, -0.5, 0.08)

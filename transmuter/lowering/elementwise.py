@@ -38,7 +38,7 @@ def _unary(function: Callable[[Array], Array]) -> Callable[..., Array]:
     def lowering(x, *, consumed_inputs):
         return function(x)
 
-    return lowering
+    return _documented(lowering, function)
 
 
 def _binary(function: Callable[[Array, Array], Array]) -> Callable[..., Array]:
@@ -47,7 +47,7 @@ def _binary(function: Callable[[Array, Array], Array]) -> Callable[..., Array]:
     def lowering(a, b):
         return function(a, b)
 
-    return lowering
+    return _documented(lowering, function)
 
 
 def _binary_from_axis(function: Callable[[Array, Array], Array]) -> Callable[..., Array]:
@@ -60,6 +60,12 @@ def _binary_from_axis(function: Callable[[Array, Array], Array]) -> Callable[...
             b = xp.reshape(b, b.shape + (1,) * (a.ndim - axis % a.ndim - b.ndim))
         return function(a, b)
 
+    return lowering
+
+
+def _documented(lowering: Callable[..., Array], function: Callable[..., Array]) -> Callable[..., Array]:
+    """`lowering` with what is said here about `function`."""
+    lowering.__doc__ = function.__doc__ if function.__module__ == __name__ else None
     return lowering
 
 
@@ -85,22 +91,19 @@ def divide(a: Array, b: Array) -> Array:
 
 
 def _power(x: Array, y: Array) -> Array:
-    """The result has the type of the base, whatever that of the exponent is."""
+    """The result has the type of the base, whatever that of the exponent is. Powers of integers that are no integers
+    are truncated; those that do not fit, and those of 0 by a negative exponent, are undefined."""
     if not is_float(x):
         return _integer_power(x, y)
     y = cast(y, x.dtype)
     if is_known((x, y)):
         return xp.power(x, y)
-    if not is_known(y):
-        return _float_power(*jnp.broadcast_arrays(x, y))
-    if y.size == 1 and y.ndim <= x.ndim and y.item() in (1, 2, 3, 4):
+    if is_known(y) and y.size == 1 and y.ndim <= x.ndim and y.item() in (1, 2, 3, 4):
         return lax.integer_pow(x, int(y.item()))
-    return jnp.power(x, y)
+    return _float_power(*jnp.broadcast_arrays(x, y))
 
 
 def _integer_power(x: Array, y: Array) -> Array:
-    """Powers that are no integers are truncated; those that do not fit, and those of 0 by a negative exponent, are
-    undefined."""
     if is_float(y):
         return truncate(xp.power(cast(x, np.float64), cast(y, np.float64)), x.dtype)
     small = xp.logical_and(y >= 0, y < 64)  # for all other exponents, only 0, 1 and -1 have powers that fit
@@ -110,8 +113,8 @@ def _integer_power(x: Array, y: Array) -> Array:
 
 @jax.custom_jvp
 def _float_power(x: jax.Array, y: jax.Array) -> jax.Array:
-    """A power whose derivative by the exponent is 0, not NaN, where the base is not positive: an exponent that is
-    trained along with the other weights is mostly the 2 of a variance."""
+    """A power whose derivative by the exponent is 0, not NaN, where the base is not positive (an exponent that is
+    trained along with the other weights is mostly the 2 of a variance), and by the base where the exponent is 0."""
     return lax.pow(x, y)
 
 
@@ -139,7 +142,8 @@ def _of_dimensions(function: Callable[[Any, Any], Any], a: np.ndarray, b: np.nda
 
 @operator("Mod_10")
 def Mod(a, b, *, fmod):
-    """With `fmod` the result has the sign of the dividend, without that of the divisor, a zero included."""
+    """With `fmod` the result has the sign of the dividend, without that of the divisor, a zero included. An integer
+    leaves 0 by 0, where ONNX Runtime stops."""
     if fmod:
         return xp.fmod(a, b)
     remainder = xp.mod(a, b)
@@ -173,6 +177,10 @@ def Clip(x, *, min, max, consumed_inputs):
 
 @operator()
 def Clip_11(x, min=None, max=None):
+    """A bound that is not given is the last finite number, so that infinity does not pass."""
+    if is_float(x):
+        finite = ml_dtypes.finfo(x.dtype)
+        min, max = np.asarray(finite.min) if min is None else min, np.asarray(finite.max) if max is None else max
     x = x if min is None else _maximum(x, min)
     return x if max is None else _minimum(x, max)
 
@@ -182,6 +190,7 @@ def Clip_11(x, min=None, max=None):
 
 @operator("BitShift_11")
 def BitShift(x, y, *, direction):
+    """A shift by all bits or more leaves nothing; to the right it leaves the sign."""
     return {"LEFT": xp.left_shift, "RIGHT": xp.right_shift}[direction](x, y)
 
 
@@ -210,7 +219,7 @@ def _softsign(x: Array) -> Array:
 
 
 def _mish(x: Array) -> Array:
-    """`x * tanh(softplus(x))`, written with one exponential; beyond 20 it is `x`."""
+    # x * tanh(softplus(x)), written with one exponential; beyond 20 it is x
     power = jnp.exp(jnp.minimum(widened(x), 20))
     ratio = power * (power + 2)
     return x * cast(ratio / (ratio + 2), x.dtype)

@@ -37,6 +37,7 @@ def _readable(data: Array, indices: Array) -> Array:
 
 @operator()
 def Gather(data, indices, *, axis):
+    """An index outside of the axis is an error if it is known; else it reads the nearest element."""
     axis = axis % data.ndim
     indices = _from_front(_readable(data, indices), data.shape[axis])
     if is_known((data, indices)):
@@ -48,6 +49,7 @@ def Gather(data, indices, *, axis):
 
 @operator()
 def GatherElements(data, indices, *, axis):
+    """An index outside of the axis is an error if it is known; else it reads the nearest element."""
     axis = axis % data.ndim
     indices = _from_front(_readable(data, indices), data.shape[axis])
     data = data[tuple(slice(None) if i == axis else slice(d) for i, d in enumerate(indices.shape))]
@@ -58,6 +60,7 @@ def GatherElements(data, indices, *, axis):
 
 @operator()
 def GatherND(data, indices, *, batch_dims=0):
+    """An index outside of its axis is an error if it is known; else it reads the nearest element."""
     index = _coordinates(data, _readable(data, indices), batch_dims)
     if is_known((data, *index)):
         return np.asarray(data[index], data.dtype)
@@ -131,6 +134,7 @@ def _derivative_of_multiplied(primals: tuple, tangents: tuple) -> tuple[jax.Arra
 
 @operator("Scatter", "ScatterElements")
 def ScatterElements(data, indices, updates, *, axis, reduction="none"):
+    """An index outside of the axis is an error if it is known; else it writes nothing. NaN wins in extremes."""
     axis = axis % data.ndim
     index = [_along(indices.shape, i) for i in range(data.ndim)]
     index[axis] = _from_front(_readable(data, indices), data.shape[axis])
@@ -139,6 +143,7 @@ def ScatterElements(data, indices, updates, *, axis, reduction="none"):
 
 @operator()
 def ScatterND(data, indices, updates, *, reduction="none"):
+    """An index outside of its axis is an error if it is known; else it writes nothing. NaN wins in extremes."""
     return _scatter(data, _coordinates(data, _readable(data, indices)), updates, reduction)
 
 
@@ -172,7 +177,8 @@ def NonZero(x):
 
 @operator(reads=("x",))
 def Unique(x, *, axis, sorted):
-    """Y takes its elements from X, so that gradients flow. NaNs are equal to each other."""
+    """Y takes its elements from X, so that gradients flow. Without `axis`, NaNs are equal to each other; in ONNX
+    Runtime they are equal to all numbers."""
     if axis is None:
         x, axis = xp.reshape(x, -1), 0
     held = contents(x)
@@ -219,7 +225,7 @@ def NonMaxSuppression(
 ):
     most = 0 if max_output_boxes_per_class is None else max_output_boxes_per_class.item()
     overlap = np.float32(0 if iou_threshold is None else iou_threshold.item())
-    low, high = _corners(boxes, center_point_box)
+    low, high = corners(boxes, center_point_box)
     selected = [np.zeros((0, 3), np.int64)]
     for batch, of_class in np.ndindex(scores.shape[:2]):
         score = scores[batch, of_class]
@@ -231,12 +237,12 @@ def NonMaxSuppression(
     return np.concatenate(selected)
 
 
-def _corners(boxes: np.ndarray, center_point_box: int) -> tuple[np.ndarray, np.ndarray]:
+def corners(boxes: Array, center_point_box: int) -> tuple[Array, Array]:
     """The lowest and the highest coordinates of boxes: [..., 2] each."""
     one, other = boxes[..., :2], boxes[..., 2:]
     if center_point_box:
         one, other = one - other / 2, one + other / 2
-    return np.minimum(one, other), np.maximum(one, other)
+    return xp.minimum(one, other), xp.maximum(one, other)
 
 
 _BLOCK = 512

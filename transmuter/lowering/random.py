@@ -35,22 +35,22 @@ def _uniform(key: jax.Array, shape: Any, wanted: Any, low: float, high: float) -
     return jax.random.uniform(key, shape, canonical(wanted), low, high)
 
 
-@operator()
+@operator(differentiable=False)
 def RandomNormal(*, shape, dtype, mean, scale, seed, key):
     return _normal(_key(key, seed), shape, _dtype(dtype, None), mean, scale)
 
 
-@operator()
+@operator(differentiable=False)
 def RandomNormalLike(input, *, dtype, mean, scale, seed, key):
     return _normal(_key(key, seed), input.shape, _dtype(dtype, input), mean, scale)
 
 
-@operator()
+@operator(differentiable=False)
 def RandomUniform(*, shape, dtype, low, high, seed, key):
     return _uniform(_key(key, seed), shape, _dtype(dtype, None), low, high)
 
 
-@operator()
+@operator(differentiable=False)
 def RandomUniformLike(input, *, dtype, low, high, seed, key):
     return _uniform(_key(key, seed), input.shape, _dtype(dtype, input), low, high)
 
@@ -62,7 +62,7 @@ def Multinomial(input, *, dtype, sample_size, seed, key):
     return cast(drawn.T, _dtype(dtype, None))
 
 
-@operator()
+@operator(differentiable=False)
 def Bernoulli(input, *, dtype, seed, key):
     probability = jnp.asarray(input)
     return cast(_uniform(_key(key, seed), input.shape, probability.dtype, 0, 1) < probability, _dtype(dtype, input))

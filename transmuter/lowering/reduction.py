@@ -42,11 +42,13 @@ def _reduction(function: Callable[[Array, Axes], Array]) -> Callable[[Array, Axe
         axes = () if axes is None else dims(axes)
         return reduce(data, axes if axes or noop_with_empty_axes else tuple(range(data.ndim)), keepdims)
 
+    by_attribute.__doc__ = by_operand.__doc__ = function.__doc__
     return function
 
 
 @_reduction
 def ReduceSum(x, axes):
+    """Integers wrap around; those of ONNX Runtime stop at their extremes."""
     return xp.sum(x, axis=axes, dtype=x.dtype, keepdims=True)
 
 
@@ -65,11 +67,13 @@ def ReduceMean(x, axes):
 
 @_reduction
 def ReduceMax(x, axes):
+    """NaN where one is NaN; ONNX Runtime passes over it in float64."""
     return xp.max(x, axis=axes, keepdims=True, initial=_extreme(x, "min") if 0 in x.shape else None)
 
 
 @_reduction
 def ReduceMin(x, axes):
+    """NaN where one is NaN; ONNX Runtime passes over it in float64."""
     return xp.min(x, axis=axes, keepdims=True, initial=_extreme(x, "max") if 0 in x.shape else None)
 
 
@@ -80,6 +84,7 @@ def ReduceL1(x, axes):
 
 @_reduction
 def ReduceL2(x, axes):
+    """The derivative where all elements are 0 is 0."""
     return _positive(ReduceSumSquare(_as_float(x), axes), xp.sqrt, 0)
 
 
@@ -134,6 +139,7 @@ def _index(name: str, function: Callable[..., Array], extreme: Callable[..., Arr
 
     @operator(name)
     def lowering(data, *, axis, keepdims, select_last_index):
+        """NaN is the extreme, as in NumPy; ONNX Runtime passes over it."""
         if not select_last_index:
             return cast(first(data, axis, bool(keepdims)), np.int64)
         from_end = cast(first(xp.flip(data, axis), axis, bool(keepdims)), np.int64)
@@ -190,18 +196,18 @@ def softmax_sum(powers: jax.Array, axis: int, kind: np.dtype) -> jax.Array:
     return jnp.moveaxis(sums, -1, axis)
 
 
-def _along_axis(name: str, function: Callable[[Array, int, np.dtype], Array]) -> None:
+def _along_axis(name: str, function: Callable[[Array, int, np.dtype], Array], differentiable: bool = True) -> None:
     """Registers `function`: from opset 13 on along one axis, before along all axes from `axis` on together."""
 
     def computed(x: Array, axis: int) -> Array:
-        return cast(function(widened(x), axis, np.dtype(x.dtype)), x.dtype)
+        return x if 0 in x.shape else cast(function(widened(x), axis, np.dtype(x.dtype)), x.dtype)
 
-    @operator(name)
+    @operator(name, differentiable=differentiable)
     def flattened(x, *, axis):
         before = x.shape[:axis]
         return jnp.reshape(computed(jnp.reshape(x, (*before, math.prod(x.shape[len(before) :]))), -1), x.shape)
 
-    @operator(f"{name}_13")
+    @operator(f"{name}_13", differentiable=differentiable)
     def along(x, *, axis):
         return computed(x, axis)
 
@@ -243,4 +249,4 @@ def _(axis, kind, primals, tangents):
 
 _along_axis("Softmax", _softmax)
 _along_axis("LogSoftmax", _log_softmax)
-_along_axis("Hardmax", _hardmax)
+_along_axis("Hardmax", _hardmax, differentiable=False)

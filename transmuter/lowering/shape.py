@@ -69,6 +69,7 @@ def Squeeze(data, *, axes=None):
 
 @operator(known=("axes",))
 def Squeeze_13(data, axes=None):
+    """An empty list of axes names none; in ONNX Runtime it names all of size 1."""
     return Squeeze(data, axes=None if axes is None else dims(axes))
 
 
@@ -87,7 +88,7 @@ def Expand(x, shape):
     rank = max(x.ndim, shape.size)
     own, wanted = ((1,) * (rank - len(s)) + s for s in (x.shape, dims(shape)))
     target = tuple(o if isinstance(w, int) and w == 1 else w for o, w in zip(own, wanted))
-    return xp.broadcast_to(_to_have(target, x), target)
+    return x if target == x.shape else xp.broadcast_to(_to_have(target, x), target)
 
 
 @operator(known=("tiles", "axis"))
@@ -134,6 +135,7 @@ def SpaceToDepth(x, *, blocksize, mode="DCR"):
 
 @operator()
 def ReverseSequence(x, sequence_lens, *, batch_axis, time_axis):
+    """Lengths are not checked: one beyond the axis repeats its last element."""
     sequence_lens = readable(sequence_lens, "sequence_lens") if is_string(x) else sequence_lens
     lengths = xp.expand_dims(sequence_lens, time_axis)
     time = xp.expand_dims(cast(positions(x.shape[time_axis]), sequence_lens.dtype), batch_axis)
@@ -191,6 +193,7 @@ def Slice(data, *, starts, ends, axes=None):
 
 @operator(known=("starts", "ends", "axes", "steps"))
 def Slice_10(data, starts, ends, axes=None, steps=None):
+    """A step backwards with the largest integer as its end takes nothing; ONNX Runtime reads it as no end."""
     return _slice(data, *(None if given is None else dims(given) for given in (starts, ends, axes, steps)))
 
 
@@ -214,10 +217,7 @@ _OUT_OF_REACH = 2**31 - 1
 
 
 def _within(size: Any, start: Any, end: Any, step: int) -> slice:
-    """ONNX counts bounds as Python does, except that a step backwards from before the first element starts at that one.
-
-    ONNX Runtime takes the largest integer as an end for no end even then, where the specification has the smallest.
-    """
+    """ONNX counts bounds as Python does, but a step backwards from before the first element starts at that one."""
     if all(isinstance(d, int) for d in (size, start, end)):
         start = max(start, -size) if step < 0 else start
         step = min(max(step, -max(size, 1)), max(size, 1))  # beyond, one element as well, but too far for XLA
@@ -256,6 +256,7 @@ def Pad_2(data, *, pads, mode, value):
 
 @operator(known=("pads", "axes"))
 def Pad_11(data, pads, constant_value=None, axes=None, *, mode):
+    """Elements are taken away, where a pad is negative, before others are added."""
     return _pad(data, _by_axis(dims(pads), None if axes is None else dims(axes), data.ndim), mode, constant_value)
 
 
