@@ -11,7 +11,8 @@ from comparison import assert_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
-from onenode import one_node, ort_node, run_node
+from onenode import one_node, ort_node, reference_node, run_node
+from onnx import helper
 
 import transmuter
 from transmuter.lowering import normalization
@@ -134,14 +135,124 @@ def test_lrn_of_an_even_size_reaches_further_up() -> None:
     np.testing.assert_allclose(y, wanted, rtol=1e-5)
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.data())
-def test_layers_of_any_shape(shape: list[int], data: st.DataObject) -> None:
-    axis = data.draw(st.integers(-len(shape), len(shape) - 1))
-    x, scale = draw(*shape), draw(*shape[axis % len(shape) :])
-    for op in ("LayerNormalization", "RMSNormalization"):
-        expected = ort_node(op, [x, scale], {"axis": axis})
-        assert_equal(run_node(op, [x, scale], {"axis": axis})[0], expected[0], rtol=1e-4, atol=1e-5)
+SHAPES = [(2, 6, 3), (1, 6, 1), (0, 6, 2), (2, 6, 3, 4)]
+FEATURES = st.sampled_from([*SHAPES, (2, 6), (2, 6, 0)])
+FILLINGS = st.sampled_from([0.0, 1.0, 1e3])
+"""What normal numbers are multiplied by: none, some or a large variance."""
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    shape=FEATURES,
+    filling=FILLINGS,
+    opset=st.sampled_from([7, 9, 14, 15]),
+    momentum=st.sampled_from([None, 0.0, 0.7, 1.0]),
+    epsilon=st.sampled_from([1e-5, 0.1]),
+    dtype=st.sampled_from([np.float32, np.float64]),
+)
+def test_batch_norm_as_onnx_runtime(shape, filling, opset, momentum, epsilon, dtype) -> None:
+    """In training where there is a `momentum`, if ONNX Runtime trains in that version."""
+    x = (filling * draw(*shape) + 1).astype(dtype)
+    operands = [x, *(draw(6, dtype=dtype) for _ in range(3)), np.abs(draw(6, dtype=dtype))]
+    attributes, outputs = {"epsilon": epsilon}, 1
+    if opset >= 14 and momentum is not None and x.size:
+        attributes, outputs = attributes | {"momentum": momentum, "training_mode": 1}, 3
+    expected = ort_node("BatchNormalization", operands, attributes, opset=opset, outputs=outputs)
+    actual = run_node("BatchNormalization", operands, attributes, opset=opset, outputs=outputs)
+    assert_equal(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    op=st.sampled_from(["LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"]),
+    shape=FEATURES,
+    filling=FILLINGS,
+    from_axis=st.integers(-4, 3),
+    bias=st.booleans(),
+    epsilon=st.sampled_from([1e-5, 0.1]),
+    dtype=st.sampled_from([np.float32, np.float64, np.float16]),
+)
+def test_layers_of_any_shape(op, shape, filling, from_axis, bias, epsilon, dtype) -> None:
+    axis = max(-len(shape), min(from_axis, len(shape) - 1))
+    size = shape[axis % len(shape) :]
+    operands = [(filling * draw(*shape)).astype(dtype), draw(*size, dtype=dtype), draw(*size, dtype=dtype)]
+    operands = operands if bias and op == "LayerNormalization" else operands[:2]
+    outputs = {"LayerNormalization": 3, "RMSNormalization": 1, "SimplifiedLayerNormalization": 2}[op]
+    types = [helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), FLOAT, FLOAT][:outputs]
+    args = op, operands, {"axis": axis, "epsilon": epsilon}
+    actual = run_node(*args, outputs=outputs, output_types=types)
+    if np.prod(size) == 0:  # which ONNX Runtime refuses
+        assert actual[0].shape == shape
+        return
+    expected = ort_node(*args, outputs=outputs, output_types=types)
+    tolerance = 1e-2 if dtype == np.float16 else 1e-4
+    assert_equal(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    op=st.sampled_from(["LayerNormalization", "RMSNormalization"]), shape=st.sampled_from([(), (1,), (6, 1), (1, 3)])
+)
+def test_scales_broadcast(op: str, shape: tuple[int, ...]) -> None:
+    x, scale = draw(2, 6, 3), np.asarray(draw(*shape))
+    expected = reference_node(op, [x, scale], {"axis": 1})
+    assert_equal(run_node(op, [x, scale], {"axis": 1}), expected[:1], rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    shape=st.sampled_from([*SHAPES, (2, 6, 0)]),
+    filling=FILLINGS,
+    opset=st.sampled_from([6, 18, 21, 22]),
+    groups=st.sampled_from([1, 2, 6]),
+    epsilon=st.sampled_from([1e-5, 0.1]),
+    dtype=st.sampled_from([np.float32, np.float64, np.float16]),
+)
+def test_groups_as_onnx_runtime(shape, filling, opset, groups, epsilon, dtype) -> None:
+    """GroupNormalization in the reference evaluator, which knows it as a function and cannot reshape an empty array.
+    Its groups have as many channels as InstanceNormalization's are one each."""
+    x = (filling * draw(*shape)).astype(dtype)
+    instances = opset in (6, 22)
+    dtype = np.float32 if instances else dtype
+    x, channels = x.astype(dtype), groups if opset == 18 else 6
+    args = [x, draw(channels, dtype=dtype), draw(channels, dtype=dtype)], {"epsilon": epsilon}
+    if instances:
+        op, node = "InstanceNormalization", ort_node
+    else:
+        op, node = "GroupNormalization", reference_node
+        args[1]["num_groups"] = groups
+    (actual,) = run_node(op, *args, opset=opset)
+    if x.size == 0 and not instances:
+        assert actual.shape == shape
+    else:
+        tolerance = 2e-2 if dtype == np.float16 else 1e-4
+        assert_equal(actual, node(op, *args, opset=opset)[0], rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    op=st.sampled_from(["LRN", "LpNormalization", "MeanVarianceNormalization"]),
+    shape=st.sampled_from([(2, 6, 3, 4), (1, 6, 1, 1), (0, 6, 2, 1)]),
+    filling=FILLINGS,
+    size=st.sampled_from([1, 3, 5, 13]),
+    exponent=st.sampled_from([0.5, 0.75, 2.0]),
+    bias=st.sampled_from([0.5, 1.0]),
+    axis=st.integers(-4, 3),
+    p=st.sampled_from([1, 2]),
+    axes=st.sampled_from([None, [1], [-1], [0, 2, 3], [0, 1, 2, 3]]),
+)
+def test_norms_without_parameters_as_onnx_runtime(op, shape, filling, size, exponent, bias, axis, p, axes) -> None:
+    """ONNX Runtime has NaN, not 0, for what has no variance."""
+    attributes = {
+        "LRN": {"size": size, "alpha": 0.1, "beta": exponent, "bias": bias},
+        "LpNormalization": {"axis": axis, "p": p},
+        "MeanVarianceNormalization": {} if axes is None else {"axes": axes},
+    }[op]
+    x = filling * draw(*shape)
+    expected = ort_node(op, [x], attributes, opset=13)
+    if op == "MeanVarianceNormalization":
+        expected = [np.nan_to_num(y) for y in expected]
+    assert_equal(run_node(op, [x], attributes, opset=13), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
