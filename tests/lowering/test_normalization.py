@@ -209,12 +209,12 @@ def test_scales_broadcast(op: str, shape: tuple[int, ...]) -> None:
     dtype=st.sampled_from([np.float32, np.float64, np.float16]),
 )
 def test_groups_as_onnx_runtime(shape, filling, opset, groups, epsilon, dtype) -> None:
-    """GroupNormalization in the reference evaluator, which knows it as a function and cannot reshape an empty array.
-    Its groups have as many channels as InstanceNormalization's are one each."""
-    x = (filling * draw(*shape)).astype(dtype)
+    """GroupNormalization in the reference evaluator, which cannot reshape an empty array. (Large numbers cancel each other
+    in ONNX Runtime's InstanceNormalization.)"""
     instances = opset in (6, 22)
-    dtype = np.float32 if instances else dtype
-    x, channels = x.astype(dtype), groups if opset == 18 else 6
+    if instances:
+        dtype, filling = np.float32, min(filling, 1.0)
+    x, channels = (filling * draw(*shape)).astype(dtype), groups if opset == 18 else 6
     args = [x, draw(channels, dtype=dtype), draw(channels, dtype=dtype)], {"epsilon": epsilon}
     if instances:
         op, node = "InstanceNormalization", ort_node

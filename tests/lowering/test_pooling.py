@@ -7,12 +7,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from comparison import assert_equal
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
-from onenode import ort_node, run_node
+from onenode import one_node, ort_node, run_node
+from onnx import helper
 
+import transmuter
 from transmuter.lowering import pooling
+from transmuter.lowering.arrays import NeedsContents
 
 RANDOM = np.random.default_rng(0)
 NOTHING = {"auto_pad": None, "ceil_mode": None, "dilations": None, "pads": None, "strides": None}
@@ -22,42 +26,124 @@ def draw(*shape: int) -> np.ndarray:
     return RANDOM.standard_normal(shape).astype(np.float32)
 
 
-def assert_as_onnxruntime(op: str, inputs: list, attributes: dict | None = None, **kwargs: object) -> None:
-    for ours, theirs in zip(run_node(op, inputs, attributes, **kwargs), ort_node(op, inputs, attributes, **kwargs)):
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+def assert_as_onnxruntime(
+    op: str, inputs: list, attributes: dict | None = None, *, compiled: bool = True, **kwargs: object
+) -> None:
+    """Compiled where windows differ from one example to the next, and so would each operation compiled on its own."""
+    expected = ort_node(op, inputs, attributes, **kwargs)
+    assert_equal(run_node(op, inputs, attributes, compiled=compiled, **kwargs), expected, rtol=1e-4, atol=1e-5)
 
 
 @st.composite
-def windows(draw: st.DrawFn) -> tuple[int, dict]:
-    rank = draw(st.integers(1, 3))
-    each = lambda low, high: draw(st.lists(st.integers(low, high), min_size=rank, max_size=rank))
-    attributes = {"kernel_shape": each(1, 3), "strides": each(1, 3)}
+def windows(draw: st.DrawFn) -> tuple[tuple[int, ...], dict]:
+    """A spatial shape and attributes of a window that fits into it, and which ONNX Runtime takes as specified."""
+    spatial = draw(st.sampled_from([(8,), (8, 7), (1, 5), (4, 1), (5, 4, 3)]))
+    rank = len(spatial)
+    each = lambda *choices: draw(st.lists(st.sampled_from(choices), min_size=rank, max_size=rank))
+    attributes = {"kernel_shape": each(1, 2, 3), "strides": each(1, 2, 3), "dilations": each(1, 1, 2)}
     auto_pad = draw(st.sampled_from(["NOTSET", "NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"]))
+    pads = [draw(st.integers(0, k - 1)) for k in attributes["kernel_shape"] * 2]
     if auto_pad == "NOTSET":
-        attributes["pads"] = [draw(st.integers(0, k - 1)) for k in attributes["kernel_shape"] * 2]
-        attributes["ceil_mode"] = draw(st.integers(0, 1))
-    return rank, {**attributes, "auto_pad": auto_pad}
+        attributes |= {"pads": pads, "ceil_mode": draw(st.integers(0, 1))}
+    elif auto_pad == "VALID":
+        pads = [0] * 2 * rank
+    else:
+        del attributes["dilations"]
+        sizes = zip(attributes["strides"], attributes["kernel_shape"], strict=True)
+        attributes |= {"strides": [min(s, k) for s, k in sizes], "ceil_mode": draw(st.integers(0, 1))}
+    if "dilations" in attributes:
+        sizes = zip(spatial, attributes["kernel_shape"], attributes["dilations"], pads, pads[rank:])
+        assume(all(n + lo + hi > (k - 1) * d for n, k, d, lo, hi in sizes))
+    return spatial, {**attributes, "auto_pad": auto_pad}
 
 
-@settings(max_examples=12, deadline=None)
-@given(window=windows(), dilation=st.integers(1, 2), order=st.integers(0, 1), integers=st.booleans())
-def test_max_pool_is_that_of_onnxruntime(window, dilation, order, integers):
-    rank, attributes = window
-    attributes = {**attributes, "storage_order": order}
-    if attributes["auto_pad"] == "NOTSET":
-        attributes["dilations"] = [dilation] * rank
-    x = RANDOM.integers(-9, 9, (2, 3, *(8, 7, 6)[:rank])).astype(np.int8 if integers else np.float32)  # with ties
-    types = [3 if integers else 1, 7]
-    assert_as_onnxruntime("MaxPool", [x], attributes, outputs=2, output_types=types, opset=12)
+BATCHES = st.sampled_from([2, 1, 0])
 
 
-@settings(max_examples=12, deadline=None)
-@given(window=windows(), include=st.integers(0, 1), op=st.sampled_from(["AveragePool", "LpPool"]))
-def test_sums_over_windows_are_those_of_onnxruntime(window, include, op):
-    rank, attributes = window
-    extra = {"count_include_pad": include} if op == "AveragePool" else {"p": 2 + include}
-    assert_as_onnxruntime(op, [draw(2, 3, *(8, 7, 6)[:rank])], {**attributes, **extra}, opset=21)
+@settings(max_examples=15, deadline=None)
+@given(
+    window=windows(),
+    batch=BATCHES,
+    order=st.integers(0, 1),
+    kind=st.sampled_from([np.float32, np.float64, np.int8, np.uint8]),
+    opset=st.sampled_from([12, 22]),
+)
+def test_max_pool_is_that_of_onnxruntime(window, batch, order, kind, opset):
+    spatial, attributes = window
+    x = RANDOM.integers(0, 9, (batch, 3, *spatial)).astype(kind)  # with ties
+    types = [helper.np_dtype_to_tensor_dtype(x.dtype), 7]
+    attributes["storage_order"] = order
+    expected = ort_node("MaxPool", [x], attributes, outputs=2, output_types=types, opset=opset)
+    actual = run_node("MaxPool", [x], attributes, outputs=2, output_types=types, opset=opset, compiled=True)
+    if x.dtype.kind == "f":  # what has seen nothing but padding is -inf
+        actual[0] = np.maximum(actual[0], np.finfo(kind).min)
+    assert_equal(actual, expected)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    window=windows(),
+    batch=BATCHES,
+    op=st.sampled_from(["AveragePool", "LpPool"]),
+    include=st.integers(0, 1),
+    p=st.integers(1, 4),
+    opset=st.sampled_from([19, 21, 22]),
+)
+def test_sums_over_windows_are_those_of_onnxruntime(window, batch, op, include, p, opset):
+    spatial, attributes = window
+    extra = {"count_include_pad": include} if op == "AveragePool" else {"p": p}
+    assert_as_onnxruntime(op, [draw(batch, 3, *spatial)], {**attributes, **extra}, opset=opset)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    op=st.sampled_from(["GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool"]),
+    shape=st.sampled_from([(2, 3, 4, 5), (1, 1, 1), (0, 3, 4), (2, 3, 4, 1, 2)]),
+    p=st.integers(1, 4),
+    special=st.sampled_from([0.0, np.inf, -np.inf]),
+)
+def test_global_poolings_are_those_of_onnxruntime(op, shape, p, special):
+    x = draw(*shape)
+    x[RANDOM.random(shape) < 0.1] = special
+    assert_as_onnxruntime(op, [x], {"p": p} if op == "GlobalLpPool" else {}, opset=21)
+
+
+def test_padding_alone():
+    """Both elements of the window are beside the only one of the array."""
+    window = {"kernel_shape": [2], "dilations": [2], "pads": [1, 1]}
+    x = np.ones((1, 1, 1), np.float32)
+    for op, expected in (("MaxPool", -np.inf), ("AveragePool", 0), ("LpPool", 0)):
+        (y,) = run_node(op, [x], window, opset=22)
+        assert y.item() == expected
+        model = transmuter.load(one_node(op, [x], window, opset=22))
+        assert jax.grad(lambda x: model.apply({}, {"x0": x})["y0"].sum())(x).item() == 0  # noqa: B023
+
+
+@pytest.mark.parametrize("op", ["MaxPool", "AveragePool", "LpPool"])
+@pytest.mark.parametrize(("length", "expected"), [(8, 3), (7, 3), (2, 0)])
+def test_valid_windows_lie_within_the_array(op, length, expected):
+    x = draw(1, 1, length)
+    for ceil_mode in (0, 1):
+        attributes = {"kernel_shape": [3], "strides": [2], "auto_pad": "VALID", "ceil_mode": ceil_mode}
+        (y,) = run_node(op, [x], attributes, opset=22)
+        assert y.shape == (1, 1, expected)
+        if expected:
+            del attributes["auto_pad"], attributes["ceil_mode"]
+            np.testing.assert_allclose(y, ort_node(op, [x], attributes, opset=22)[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("op", ["MaxPool", "AveragePool", "LpPool"])
+def test_same_windows_cut_nothing_off(op):
+    """A stride beyond the kernel needs no padding."""
+    (y,) = run_node(op, [np.arange(6, dtype=np.float32).reshape(1, 1, 6)],
+                    {"kernel_shape": [1], "strides": [3], "auto_pad": "SAME_UPPER"}, opset=22)  # fmt: skip
+    np.testing.assert_array_equal(y, [[[0, 3]]])
+
+
+def test_a_window_that_does_not_fit():
+    for op in ("MaxPool", "AveragePool", "LpPool"):
+        with pytest.raises(transmuter.TransmuterError, match=r"spans \(5,\) elements does not fit into \(3,\)"):
+            run_node(op, [draw(1, 1, 3)], {"kernel_shape": [5]}, opset=22)
 
 
 @pytest.mark.parametrize(("size", "dilation"), [(3, 2), (11, 1)])
@@ -119,6 +205,28 @@ def test_lp_pool_of_every_version(opset, p):
     np.testing.assert_allclose(y, (np.abs(x) ** p).sum(-1, keepdims=True) ** (1 / p), rtol=1e-5)
 
 
+@settings(max_examples=12, deadline=None)
+@given(
+    batch=st.sampled_from([2, 1]),
+    case=st.sampled_from(
+        [
+            ((6, 8), {"kernel_shape": [2, 2], "strides": [2, 2]}),
+            ((7, 5), {"kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 0, 1, 0]}),
+            ((8,), {"kernel_shape": [2], "strides": [2]}),
+            ((9,), {"kernel_shape": [3], "strides": [3]}),
+            ((4, 2, 6), {"kernel_shape": [2, 1, 3], "strides": [2, 1, 3]}),
+        ]
+    ),
+    shaped=st.booleans(),
+)
+def test_max_unpool_is_that_of_onnxruntime(batch, case, shaped):
+    spatial, attributes = case
+    x = RANDOM.permutation(batch * 2 * int(np.prod(spatial))).reshape(batch, 2, *spatial).astype(np.float32)
+    pooled, places = ort_node("MaxPool", [x], attributes, outputs=2, output_types=[1, 7], opset=12)
+    inputs = [pooled, places, np.array(x.shape)] if shaped else [pooled, places]
+    assert_as_onnxruntime("MaxUnpool", inputs, attributes, known=[2] if shaped else [])
+
+
 def test_unpooling_undoes_pooling():
     x = draw(2, 3, 6, 8)
     window = {"kernel_shape": [2, 2], "strides": [2, 2]}
@@ -141,22 +249,41 @@ ROIS = np.array([[1, 1, 9, 9], [-30, 2, 5, 20], [4.4, 6.6, 4.5, 6.7], [11, 11, 1
 IMAGES = np.array([0, 1, 1, 0, 1], np.int64)
 
 
-@pytest.mark.parametrize("pooled_shape", [[3, 2], [5, 5]])
-def test_max_roi_pool_is_that_of_onnxruntime(pooled_shape):
-    rois = np.concatenate([IMAGES[:, None].astype(np.float32), ROIS], 1)
-    attributes = {"pooled_shape": pooled_shape, "spatial_scale": 0.7}
-    assert_as_onnxruntime("MaxRoiPool", [draw(2, 3, 12, 14), rois], attributes, opset=21)
+@st.composite
+def regions(draw: st.DrawFn) -> np.ndarray:
+    """Three regions of an image of 12 times 14 elements, which may be empty, upside down or outside."""
+    corner = st.sampled_from([-30.3, -1.1, 0.0, 0.4, 2.6, 6.7, 9.2, 11.9, 14.3, 40.1])
+    return np.array(draw(st.lists(st.tuples(*[corner] * 4), min_size=3, max_size=3)), np.float32)
 
 
-@pytest.mark.parametrize("transformation", ["half_pixel", "output_half_pixel", None])
+@settings(max_examples=12, deadline=None)
+@given(
+    rois=regions(),
+    images=st.lists(st.integers(0, 1), min_size=3, max_size=3),
+    pooled_shape=st.sampled_from([[3, 2], [5, 5], [1, 1]]),
+    scale=st.sampled_from([0.7, 1.0]),
+)
+def test_max_roi_pool_is_that_of_onnxruntime(rois, images, pooled_shape, scale):
+    rois = np.concatenate([np.float32(images)[:, None], rois], 1)
+    attributes = {"pooled_shape": pooled_shape, "spatial_scale": scale}
+    assert_as_onnxruntime("MaxRoiPool", [draw(2, 3, 12, 14), rois], attributes, opset=21, compiled=False)
+
+
 @pytest.mark.parametrize("mode", ["avg", "max"])
-@pytest.mark.parametrize("ratio", [0, 1, 2])
-def test_roi_align_is_that_of_onnxruntime(transformation, mode, ratio):
+@settings(max_examples=15, deadline=None)
+@given(
+    rois=regions(),
+    images=st.lists(st.integers(0, 1), min_size=3, max_size=3),
+    transformation=st.sampled_from(["half_pixel", "output_half_pixel", None]),
+    ratio=st.sampled_from([0, 1, 2]),
+    dtype=st.sampled_from([np.float32, np.float64]),
+)
+def test_roi_align_is_that_of_onnxruntime(mode, rois, images, transformation, ratio, dtype):
     attributes = {"mode": mode, "sampling_ratio": ratio, "output_height": 3, "output_width": 4, "spatial_scale": 0.8}
     if transformation:
         attributes["coordinate_transformation_mode"] = transformation
-    opset = 16 if transformation else 10
-    assert_as_onnxruntime("RoiAlign", [draw(2, 3, 12, 14), ROIS, IMAGES], attributes, opset=opset)
+    operands = [draw(2, 3, 12, 14).astype(dtype), rois.astype(dtype), np.array(images)]
+    assert_as_onnxruntime("RoiAlign", operands, attributes, opset=16 if transformation else 10, compiled=False)
 
 
 @pytest.mark.parametrize("transformation", ["half_pixel", "output_half_pixel"])
@@ -171,7 +298,7 @@ def test_roi_align_of_hidden_regions(transformation):
         operands = (jnp.asarray(x, jnp.float64), jnp.asarray(ROIS[:4] + 0.013, jnp.float64))
         align = lambda x, rois: pooling.RoiAlign_16(x, rois, IMAGES[:4], **options)
         check_grads(jax.jit(align), operands, 1, ["rev"], eps=1e-7)
-    with pytest.raises(ValueError, match="sampling_ratio"):
+    with pytest.raises(NeedsContents, match="rois"):
         jax.jit(lambda x, rois: pooling.RoiAlign_16(x, rois, IMAGES, **{**options, "mode": "max"}))(x, rois)
 
 

@@ -33,6 +33,7 @@ def convolve(x: Array, w: Array, by: Window, group: int = 1, *, channels_last: b
     """
     if by.size != w.shape[2:]:
         raise ValueError(f"the attributes describe a kernel of shape {by.size}, the weight has one of {w.shape[2:]}")
+    by.positions(x.shape[1:-1] if channels_last else x.shape[2:])  # which checks that the kernel fits
     channels = x.shape[-1 if channels_last else 1]
     if channels != w.shape[1] * group or w.shape[0] % group:
         raise ValueError(f"{channels} channels and a weight of shape {w.shape} do not fall into {group} groups")
@@ -128,8 +129,8 @@ def ConvInteger(x, w, x_zero_point=None, w_zero_point=None, *, auto_pad, dilatio
 def ConvTranspose(
     x, w, b=None, *, auto_pad, dilations, group, kernel_shape, output_padding, output_shape, pads, strides
 ):
-    """An `output_shape` beyond what the kernel reaches gets zeros (and the bias) at its end, and so does auto_pad SAME_*,
-    whose result ONNX Runtime leaves shorter then."""
+    """An `output_shape` beyond what the kernel reaches gets zeros (and the bias) at its end. So does auto_pad SAME_*,
+    where ONNX Runtime leaves the result shorter."""
     forward = window(x.shape[2:], kernel_shape or w.shape[2:], strides, pads, dilations)
     rank = len(forward.size)
     extra = output_padding or (0,) * rank

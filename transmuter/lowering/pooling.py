@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from transmuter.lowering.arrays import Array, cast, contents, dims, traced
+from transmuter.lowering.arrays import Array, cast, contents, dims, readable, traced
 from transmuter.lowering.linear import accumulator
 from transmuter.lowering.registry import operator
 from transmuter.lowering.windows import Window, between, strided, window
@@ -25,11 +25,11 @@ _MOST_VIEWS = 8
 
 def _pooled(x: Array, by: Window, combine: Callable[..., Any], neutral: Any) -> jax.Array:
     """`x` with the elements of each window combined, one dimension after the other."""
-    neutral = np.asarray(neutral, x.dtype)
+    neutral, counts = np.asarray(neutral, x.dtype), by.positions(x.shape[-len(by.size) :])
     for dimension, (size, stride, dilation) in enumerate(zip(by.size, by.strides, by.dilations)):
         axis = x.ndim - len(by.size) + dimension
         if size <= _MOST_VIEWS or dilation > 1:  # with dilation, reduce_window has no gradient of the maximum
-            x = functools.reduce(combine, _views(x, by, dimension, neutral))
+            x = functools.reduce(combine, _views(x, by, dimension, counts, neutral))
         else:
             x = _bordered(x, by, dimension, neutral)
             sizes, strides = ([n if i == axis else 1 for i in range(x.ndim)] for n in (size, stride))
@@ -45,13 +45,12 @@ def _bordered(x: Array, by: Window, dimension: int, value: Any) -> Array:
     return x if set(borders) == {(0, 0, 0)} else lax.pad(x, value, borders)
 
 
-def _views(x: Array, by: Window, dimension: int, value: Any) -> list[jax.Array]:
-    """What the elements of the window's `dimension` see of `x`, one array for each."""
+def _views(x: Array, by: Window, dimension: int, counts: tuple[Any, ...], value: Any) -> list[jax.Array]:
+    """What the elements of the window's `dimension` see of `x` at each of its positions, one array for each."""
     axis = x.ndim - len(by.size) + dimension
-    count = by.positions(x.shape[x.ndim - len(by.size) :])[dimension]
     x = _bordered(x, by, dimension, value)
     dilation, stride = by.dilations[dimension], by.strides[dimension]
-    return [strided(x, axis, i * dilation, count, stride) for i in range(by.size[dimension])]
+    return [strided(x, axis, i * dilation, counts[dimension], stride) for i in range(by.size[dimension])]
 
 
 def _lowest(dtype: np.dtype) -> Any:
@@ -63,6 +62,8 @@ def _lowest(dtype: np.dtype) -> Any:
 
 @operator()
 def MaxPool(x, *, auto_pad, ceil_mode, dilations, kernel_shape, pads, storage_order, strides, output_count):
+    """With auto_pad VALID, ceil_mode makes no difference, in the specification's formulas for all poolings, but in ONNX
+    Runtime it does. A window of nothing but padding gives -inf, there the lowest finite number."""
     by = window(x.shape[2:], kernel_shape, strides, pads, dilations, auto_pad, ceil_mode)
     y = _pooled(x, by, lax.max, _lowest(x.dtype))
     return (y, _places(x, by, storage_order)) if output_count > 1 else y
@@ -81,13 +82,13 @@ def MaxpoolWithMask(x, mask, *, kernel_shape, auto_pad="NOTSET", pads=None, stor
     misplaces all but the first."""
     by, last = window(x.shape[2:], kernel_shape, strides, pads, None, auto_pad), len(kernel_shape) - 1
     lowest = np.asarray(np.finfo(x.dtype).min, x.dtype)
-    seen = jnp.reshape(mask != 0, (-1, *mask.shape[2:]))
-    seen = jnp.tile(seen, (x.shape[0] * x.shape[1] // seen.shape[0], *[1] * len(by.size))).reshape(x.shape)
+    seen = jnp.resize(mask != 0, x.shape)
     if last:
         seen = seen.at[(..., *[0] * len(by.size))].set(True)
-    counts = itertools.accumulate(_views(seen, by, last, np.True_), jnp.logical_and)
-    views = zip(_views(x, by, last, lowest), counts)
-    rows = functools.reduce(lax.max, (jnp.where(count, view, lowest) for view, count in views))
+    counts = by.positions(x.shape[2:])
+    going = itertools.accumulate(_views(seen, by, last, counts, np.True_), jnp.logical_and)
+    views = zip(going, _views(x, by, last, counts, lowest))
+    rows = functools.reduce(lax.max, (jnp.where(seen, view, lowest) for seen, view in views))
     by = replace(by, size=(*by.size[:-1], 1), strides=(*by.strides[:-1], 1), padding=(*by.padding[:-1], (0, 0)))
     return _pooled(rows, by, lax.max, lowest)
 
@@ -97,10 +98,10 @@ def _places(x: Array, by: Window, storage_order: int | None) -> jax.Array:
     batch, channels, *spatial = x.shape
     order = "F" if storage_order else "C"
     place = np.arange(math.prod(spatial), dtype=np.int64).reshape(spatial, order=order)
-    x, place = lax.stop_gradient(x), jnp.broadcast_to(traced(place), x.shape)
+    x, place, counts = lax.stop_gradient(x), jnp.broadcast_to(traced(place), x.shape), by.positions(spatial)
     for dimension in reversed(range(len(spatial))):
-        values = _views(x, by, dimension, np.asarray(_lowest(x.dtype), x.dtype))
-        places = _views(place, by, dimension, np.asarray(-1, place.dtype))
+        values = _views(x, by, dimension, counts, np.asarray(_lowest(x.dtype), x.dtype))
+        places = _views(place, by, dimension, counts, np.asarray(-1, place.dtype))
         x, place = functools.reduce(_larger, zip(values, places))
     start = jnp.arange(batch * channels, dtype=place.dtype) * math.prod(spatial)
     return place + jnp.reshape(start, (batch, channels, *(1,) * len(spatial)))
@@ -120,12 +121,12 @@ def AveragePool(x, *, auto_pad, ceil_mode, count_include_pad, dilations, kernel_
 
 
 def _counts(by: Window, spatial: tuple[Any, ...], include_pad: int | None, dtype: np.dtype) -> jax.Array:
-    """How many elements each window has: of the array alone, or of its padding too, but never of the overhang."""
+    """How many elements each window has, 1 at least: of the array alone or with its padding, but not the overhang."""
     cells = jnp.ones(spatial, dtype)
     if include_pad:
         cells = lax.pad(cells, np.ones((), dtype), [(lo, hi, 0) for lo, hi in by.padding])
         by = replace(by, padding=((0, 0),) * len(by.size))
-    return _pooled(cells, by, lax.add, 0)
+    return jnp.maximum(_pooled(cells, by, lax.add, 0), 1)
 
 
 @operator()
@@ -248,7 +249,7 @@ def RoiAlign_16(
     else:
         samples = jnp.ceil(step)
         samples = jnp.where((samples - 1) * bins >= size, samples - 1, samples)  # XLA may round the quotient up
-        counted = contents(samples)
+        counted = readable(samples, "rois") if mode == "max" else contents(samples)
         most = None if counted is None else [int(n) for n in np.max(counted, 0, initial=1)]
     columns, rows = (
         (start[:, i], step[:, i], samples[:, i], bins, x.shape[3 - i])
@@ -257,10 +258,8 @@ def RoiAlign_16(
     image, batch = jnp.moveaxis(cast(x, wide), 1, -1), cast(batch_indices, np.int32)
     if most is not None:
         y = _sampled(image, batch, _grid(*rows, most[1]), _grid(*columns, most[0]), mode)
-    elif mode == "avg":
-        y = _weighted(image, batch, _shares(*rows), _shares(*columns))
     else:
-        raise ValueError("mode 'max' without a sampling_ratio needs regions whose contents are known")
+        y = _weighted(image, batch, _shares(*rows), _shares(*columns))
     if mode == "avg":
         y = y / jnp.reshape(jnp.maximum(samples[:, 0] * samples[:, 1], 1), (-1, 1, 1, 1))
     return cast(jnp.moveaxis(y, -1, 1), x.dtype)

@@ -48,11 +48,14 @@ class Window:
 
     def positions(self, spatial: Sequence[Any]) -> tuple[Any, ...]:
         """The shape of the result over an array of shape `spatial`."""
-        padded = (
+        padded = tuple(
             (n - 1) * t + 1 + lo + hi + more
             for n, t, (lo, hi), more in zip(spatial, self.stretch, self.padding, self.overhang)
         )
-        return tuple((n - extent) // s + 1 for n, extent, s in zip(padded, self.extents, self.strides))
+        counts = tuple((n - extent) // s + 1 for n, extent, s in zip(padded, self.extents, self.strides))
+        if any(isinstance(count, int) and count < 0 for count in counts):
+            raise ValueError(f"a window that spans {self.extents} elements does not fit into {padded}")
+        return counts
 
     def views(self, x: Array) -> Iterator[tuple[tuple[int, ...], jax.Array]]:
         """For each element of the kernel its index and what it sees of `x`, in which channels come last."""
@@ -103,6 +106,8 @@ def window(
 
 def strided(x: Array, axis: int, start: int, count: Any, stride: int) -> jax.Array:
     """`count` elements of an axis from `start` on, `stride` apart."""
+    if isinstance(count, int) and count == 0:
+        return lax.slice_in_dim(x, 0, 0, axis=axis)
     return lax.slice_in_dim(x, start, start + (count - 1) * stride + 1, stride, axis)
 
 
