@@ -32,10 +32,12 @@ def arrays(dtype: Any, shape: Sequence[int], elements: st.SearchStrategy | None 
     return drawn.map(lambda values: np.array(values, dtype).reshape(shape))
 
 
-def subsets(axes: int) -> st.SearchStrategy:
+def subsets(axes: int, least: int = 0) -> st.SearchStrategy:
     """Some of so many axes, each counted from the front or from the back."""
-    signed = st.lists(st.integers(-axes, axes - 1), unique_by=lambda axis: axis % axes, max_size=axes)
-    return signed if axes else st.just([])
+    if not axes:
+        return st.just([])
+    signed = st.integers(-axes, axes - 1)
+    return st.lists(signed, unique_by=lambda axis: axis % axes, min_size=least, max_size=axes)
 
 
 def element_type(dtype: Any) -> int:

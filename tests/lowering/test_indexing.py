@@ -15,6 +15,7 @@ from onenode import ort_node, run_node
 from onnx import numpy_helper, parser
 
 import transmuter
+from lowering import drawn
 from transmuter.lowering import arrays, indexing
 
 X = np.random.default_rng(0).permutation(24).astype(np.float32).reshape(2, 3, 4)
@@ -332,3 +333,173 @@ def test_export_with_a_symbolic_batch(name: str) -> None:
     exported = jax.export.export(jax.jit(lambda x: model.apply(model.params, {"x": x})))(symbolic)
     x = X.reshape(6, 4)[:, ::-1]
     assert_equal(np.asarray(exported.call(x)["y"]), np.asarray(transmuter.run(model, {"x": x})["y"]))
+
+
+# ---- drawn operands, against ONNX Runtime --------------------------------------------------------------------------
+
+DRAWN = settings(max_examples=20, deadline=None)
+KINDS = st.sampled_from([np.float32, np.int64, np.uint8, np.bool_])
+
+
+def places(size: int, shape: tuple, index: np.dtype = np.int64) -> st.SearchStrategy:
+    """Indices into an axis, from the front or from the back."""
+    return drawn.arrays(index, shape, st.integers(-size, size - 1) if size else st.just(0))
+
+
+@DRAWN
+@given(draw=st.data(), dtype=KINDS, axis=st.integers(-2, 1), index=st.sampled_from([np.int32, np.int64]))
+def test_gathers_of_empty_and_single_elements(draw: st.DataObject, dtype: np.dtype, axis: int, index: np.dtype) -> None:
+    shape = draw.draw(st.sampled_from([(2, 3), (1, 3), (3, 1), (2, 0) if axis % 2 == 0 else (0, 2)]))
+    x = draw.draw(drawn.arrays(dtype, shape))
+    indices = draw.draw(places(shape[axis], draw.draw(st.sampled_from([(), (2,), (0, 2), (1, 1)])), index))
+    drawn.check("Gather", [x, indices], {"axis": axis})
+    each = [1 if d else 0 for d in shape]
+    each[axis] = draw.draw(st.sampled_from([0, 1, 4]))
+    drawn.check("GatherElements", [x, draw.draw(places(shape[axis], tuple(each), index))], {"axis": axis})
+
+
+@DRAWN
+@given(draw=st.data(), dtype=KINDS, shape=st.sampled_from([(2, 3), (1, 3), (2, 3, 2)]), count=st.integers(0, 3))
+def test_gathers_by_coordinates(draw: st.DataObject, dtype: np.dtype, shape: tuple, count: int) -> None:
+    x = draw.draw(drawn.arrays(dtype, shape))
+    length = draw.draw(st.integers(1, len(shape)))
+    columns = [draw.draw(places(d, (count,))) for d in shape[:length]]
+    drawn.check("GatherND", [x, np.stack(columns, -1)])
+
+
+@pytest.mark.parametrize("reduction", ["none", "add", "mul", "min", "max"])
+@DRAWN
+@given(draw=st.data(), axis=st.integers(-2, 1))
+def test_scatters_with_repeated_places(reduction: str, draw: st.DataObject, axis: int) -> None:
+    dtype = draw.draw(st.sampled_from([np.float32, np.int32, np.int64, np.uint8]))
+    shape = draw.draw(st.sampled_from([(3, 4), (1, 4), (3, 1)]))
+    few = st.integers(0, 5)
+    x = draw.draw(drawn.arrays(dtype, shape, few))
+    each = draw.draw(st.sampled_from([shape, (1, 1), (0, 1)]))
+    if reduction == "none":  # the order is not defined
+        each = tuple(1 if i == axis % 2 else d for i, d in enumerate(each))
+    indices, updates = draw.draw(places(shape[axis], each)), draw.draw(drawn.arrays(dtype, each, few))
+    drawn.check("ScatterElements", [x, indices, updates], {"axis": axis, "reduction": reduction}, opset=18)
+    count = draw.draw(st.integers(0, 1 if reduction == "none" else 3))
+    rows, updates = draw.draw(places(shape[0], (count, 1))), draw.draw(drawn.arrays(dtype, (count, shape[1]), few))
+    drawn.check("ScatterND", [x, rows, updates], {"reduction": reduction}, opset=18)
+
+
+@pytest.mark.parametrize("op", ["ScatterElements", "ScatterND"])
+@pytest.mark.parametrize("reduction", ["none", "add", "mul", "min", "max"])
+def test_scatters_of_truth_values(op: str, reduction: str) -> None:
+    x, indices = np.array([True, True, False, False]), np.array([0, 1, 2, 3])
+    operands = [x, indices if op == "ScatterElements" else indices[:, None], np.array([True, False, True, False])]
+    combine = {"add": np.logical_or, "max": np.logical_or, "mul": np.logical_and, "min": np.logical_and}
+    wanted = combine[reduction](x, operands[2]) if reduction != "none" else operands[2]
+    drawn.check(op, operands, {"reduction": reduction}, opset=18, results=[wanted])
+
+
+@pytest.mark.parametrize("reduction", ["min", "max"])
+def test_nan_wins_in_scattered_extremes(reduction: str) -> None:
+    x, updates = np.float32([np.nan, 1, 2]), np.float32([1, np.nan, 2])
+    operands = [x, ints(0, 1, 2), updates]
+    drawn.check("ScatterElements", operands, {"reduction": reduction}, results=[np.float32([np.nan, np.nan, 2])])
+
+
+def test_hidden_indices_out_of_range_read_the_nearest_and_write_nothing() -> None:
+    x = np.float32([[1, 2], [3, 4], [5, 6]])
+    far = np.array([3, -4, 2**31 - 1, -(2**31)])
+    assert_equal(run_node("Gather", [x, far])[0], x[[2, 0, 2, 0]])
+    assert_equal(run_node("GatherElements", [x, far[:, None]])[0], x[[2, 0, 2, 0], :1])
+    assert_equal(run_node("GatherND", [x, far[:, None]])[0], x[[2, 0, 2, 0]])
+    for reduction in ("none", "add", "mul", "min", "max"):
+        attributes = {"reduction": reduction}
+        assert_equal(run_node("ScatterElements", [x, far[:2, None], x[:2, :1] + 9], attributes)[0], x)
+        assert_equal(run_node("ScatterND", [x, far[:2, None], x[:2] + 9], attributes)[0], x)
+    f = lambda x, u: indexing.ScatterND(x, jnp.asarray(far[:2, None]), u, reduction="mul").sum()
+    by_data, by_updates = jax.grad(f, (0, 1))(x, x[:2])
+    assert_equal(np.asarray(by_data), np.ones_like(x))
+    assert_equal(np.asarray(by_updates), np.zeros_like(x[:2]))
+
+
+@pytest.mark.parametrize("known", [(), (1,)])
+def test_an_index_without_coordinates(known: tuple) -> None:
+    for op, more in (("GatherND", []), ("ScatterND", [X[None]])):
+        with pytest.raises(transmuter.LoweringError, match="no coordinates"):
+            run_node(op, [X, np.zeros((1, 0), np.int64), *more], known=known)
+
+
+@DRAWN
+@given(draw=st.data(), axis=st.integers(-2, 1), largest=st.integers(0, 1))
+def test_the_largest_of_equal_and_extreme_elements(draw: st.DataObject, axis: int, largest: int) -> None:
+    dtype = draw.draw(st.sampled_from([np.float32, np.float64, np.int8, np.uint8, np.int64]))
+    x = draw.draw(drawn.arrays(dtype, draw.draw(st.sampled_from([(3, 4), (1, 4), (0, 4), (3, 1)]))))
+    x = np.nan_to_num(x, nan=1) if x.dtype.kind == "f" else x
+    operands = [x, ints(draw.draw(st.integers(0, x.shape[axis])))]
+    types = [drawn.element_type(dtype), 7]
+    attributes = {"axis": axis, "largest": largest}
+    drawn.check("TopK", operands, attributes, opset=24, outputs=2, output_types=types, known=(1,))
+
+
+@DRAWN
+@given(draw=st.data(), dtype=st.sampled_from([np.float32, np.int32, np.uint8, np.bool_]))
+def test_places_of_non_zeros(draw: st.DataObject, dtype: np.dtype) -> None:
+    x = draw.draw(drawn.arrays(dtype, draw.draw(st.sampled_from([(2, 3), (0, 3), (4,), (2, 1, 2)]))))
+    drawn.check("NonZero", [x], output_types=[7])
+
+
+def test_the_place_of_a_scalar_has_no_coordinates() -> None:
+    """ONNX Runtime gives it one."""
+    for value, count in ((3, 1), (0, 0)):
+        drawn.check(
+            "NonZero", [np.array(value, np.float32)], results=[np.zeros((0, count), np.int64)], output_types=[7]
+        )
+
+
+@DRAWN
+@given(draw=st.data(), dtype=KINDS, axis=st.none() | st.integers(-2, 1))
+def test_compressions(draw: st.DataObject, dtype: np.dtype, axis: int | None) -> None:
+    x = draw.draw(drawn.arrays(dtype, draw.draw(st.sampled_from([(2, 3), (0, 3), (1, 3)]))))
+    length = draw.draw(st.integers(0, x.size if axis is None else x.shape[axis]))
+    condition = draw.draw(drawn.arrays(np.bool_, (length,)))
+    drawn.check("Compress", [x, condition], {} if axis is None else {"axis": axis}, known=(1,))
+
+
+@DRAWN
+@given(draw=st.data(), sorted=st.integers(0, 1), axis=st.none() | st.integers(-2, 1))
+def test_unique_of_special_values(draw: st.DataObject, sorted: int, axis: int | None) -> None:
+    dtype = draw.draw(st.sampled_from([np.float32, np.float64, np.int8, np.int64]))
+    few = (
+        [0.0, -0.0, 1.0, np.inf, -np.inf]
+        if np.dtype(dtype).kind == "f"
+        else [0, np.iinfo(dtype).min, np.iinfo(dtype).max]
+    )
+    x = draw.draw(drawn.arrays(dtype, draw.draw(st.sampled_from([(2, 3), (1, 3), (3, 1)])), st.sampled_from(few)))
+    attributes = {"sorted": sorted} | ({} if axis is None else {"axis": axis})
+    drawn.check("Unique", [x], attributes, outputs=4, output_types=[drawn.element_type(dtype), 7, 7, 7])
+
+
+def test_unique_of_nan_and_of_nothing() -> None:
+    """In ONNX Runtime NaN is equal to all."""
+    x, more = np.float32([np.nan, 1, np.nan]), {"outputs": 4, "output_types": [1, 7, 7, 7]}
+    drawn.check("Unique", [x], results=[np.float32([1, np.nan]), ints(1, 0), ints(1, 0, 1), ints(1, 2)], **more)
+    drawn.check("Unique", [x[:0]], **more)
+
+
+@DRAWN
+@given(draw=st.data(), mode=st.sampled_from(["linear", "circular"]), dtype=KINDS)
+def test_tensor_scatters_are_those_of_onnx_runtime(draw: st.DataObject, mode: str, dtype: np.dtype) -> None:
+    cache = draw.draw(drawn.arrays(dtype, (2, 4, 3)))
+    update = draw.draw(drawn.arrays(dtype, (2, draw.draw(st.integers(1, 3)), 3)))
+    last = 3 if mode == "circular" else 4 - update.shape[1]
+    start = draw.draw(st.none() | drawn.arrays(np.int64, (2,), st.integers(0, last)))
+    drawn.check("TensorScatter", [cache, update, *([] if start is None else [start])], {"mode": mode}, opset=24)
+
+
+def test_the_old_scatter() -> None:
+    operands = [X, np.array([[[0, -1, 1]]]), X[:1, :1, 1:]]
+    drawn.check("Scatter", operands, {"axis": 1}, opset=10)
+
+
+def test_the_gradient_of_scattered_ties_is_finite() -> None:
+    x, index = jnp.array([1.0, 1.0, 3.0]), np.array([0, 0, 1])
+    for reduction in ("add", "mul", "min", "max"):
+        f = lambda x, u, reduction=reduction: indexing.ScatterElements(x, index, u, axis=0, reduction=reduction).sum()
+        for gradient in jax.grad(f, (0, 1))(x, jnp.ones(3)):
+            assert np.isfinite(gradient).all()

@@ -16,6 +16,7 @@ from onenode import ort_node, run_node
 from onnx import numpy_helper, parser
 
 import transmuter
+from lowering import drawn
 from transmuter.lowering import arrays, creation, shape
 
 X = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
@@ -312,3 +313,179 @@ def test_export_with_a_symbolic_batch(name: str) -> None:
     exported = jax.export.export(jax.jit(lambda x: model.apply(model.params, {"x": x})))(symbolic)
     x = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     assert_equal(np.asarray(exported.call(x)["y"]), np.asarray(transmuter.run(model, {"x": x})["y"]))
+
+
+# ---- drawn operands, against ONNX Runtime --------------------------------------------------------------------------
+
+DRAWN = settings(max_examples=20, deadline=None)
+KINDS = st.sampled_from([np.float32, np.int64, np.bool_, np.uint8])
+NEARBY = st.sampled_from([(2, 3), (1, 3), (0, 3), (2, 0, 3), (2, 1, 2), ()])
+EXTREME = st.sampled_from([-(2**63), -(2**31), -7, -3, -1, 0, 1, 2, 4, 7])
+
+
+@DRAWN
+@given(draw=st.data(), dtype=KINDS, shape=NEARBY)
+def test_shapes_of_any_rank(draw: st.DataObject, dtype: np.dtype, shape: tuple) -> None:
+    x, kind = draw.draw(drawn.arrays(dtype, shape)), [drawn.element_type(np.int64)]
+    bounds = draw.draw(st.fixed_dictionaries({}, optional={"start": st.integers(-4, 4), "end": st.integers(-4, 4)}))
+    drawn.check("Shape", [x], bounds, output_types=kind)
+    drawn.check("Size", [x], output_types=kind)
+    drawn.check("Identity", [x])
+    drawn.check("Flatten", [x], {"axis": draw.draw(st.integers(-len(shape), len(shape)))})
+    drawn.check("Transpose", [x], {"perm": draw.draw(st.permutations(range(len(shape))))} if shape else {})
+
+
+@DRAWN
+@given(draw=st.data(), shape=NEARBY)
+def test_reshapes(draw: st.DataObject, shape: tuple) -> None:
+    x = draw.draw(drawn.arrays(np.float32, shape))
+    ways = [shape, shape[::-1], (1, *shape), (x.size,), (-1,), (*shape, 1, -1) if x.size else shape]
+    if x.size:
+        ways += [tuple(0 if i == 0 else d for i, d in enumerate(shape)), (0, -1) if shape else ()]
+    target = draw.draw(st.sampled_from(ways))
+    allowzero = draw.draw(st.integers(0, 1)) if 0 in target and -1 not in target and 0 in shape else 0
+    drawn.check("Reshape", [x, ints(*target)], {"allowzero": allowzero}, known=(1,))
+
+
+@DRAWN
+@given(draw=st.data(), shape=st.sampled_from([(1, 2, 1), (1,), (1, 0, 1), ()]))
+def test_dimensions_of_size_one(draw: st.DataObject, shape: tuple) -> None:
+    x = draw.draw(drawn.arrays(np.float32, shape))
+    ones = [i for i, d in enumerate(shape) if d == 1]
+    axes = [i - len(shape) * draw.draw(st.booleans()) for i in ones[: draw.draw(st.integers(1, 2))]]
+    drawn.check("Squeeze", [x, ints(*axes)] if axes else [x], known=(1,) if axes else ())
+    more = draw.draw(st.lists(st.integers(0, len(shape) + 1), min_size=2, max_size=2, unique=True))
+    drawn.check(
+        "Unsqueeze", [x, ints(*[i - draw.draw(st.sampled_from([0, len(shape) + 2])) for i in more])], known=(1,)
+    )
+
+
+@DRAWN
+@given(
+    draw=st.data(),
+    shapes=st.sampled_from(
+        [
+            ((2, 3), (1,)),
+            ((2, 1), (5, 1, 3)),
+            ((), (2, 3)),
+            ((1, 3), (0, 3)),
+            ((0, 1), (1, 2)),
+            ((3,), ()),
+            ((2, 3), (2, 1)),
+        ]
+    ),
+)
+def test_expansions(draw: st.DataObject, shapes: tuple) -> None:
+    drawn.check("Expand", [draw.draw(drawn.arrays(np.float32, shapes[0])), ints(*shapes[1])], known=(1,))
+
+
+@DRAWN
+@given(draw=st.data(), shape=st.sampled_from([(2, 3), (0, 3), ()]))
+def test_tiles(draw: st.DataObject, shape: tuple) -> None:
+    repeats = ints(*draw.draw(st.tuples(*[st.integers(0, 2)] * len(shape))))
+    drawn.check("Tile", [draw.draw(drawn.arrays(np.float32, shape)), repeats], known=(1,))
+
+
+@DRAWN
+@given(draw=st.data(), axis=st.integers(-2, 1))
+def test_concatenations_and_splits(draw: st.DataObject, axis: int) -> None:
+    sizes = draw.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
+    shapes = [tuple(size if i == axis % 2 else 2 for i in range(2)) for size in sizes]
+    parts = [draw.draw(drawn.arrays(np.float32, shape)) for shape in shapes]
+    drawn.check("Concat", parts, {"axis": axis})
+    whole = np.concatenate(parts, axis)
+    drawn.check("Split", [whole, ints(*sizes)], {"axis": axis}, outputs=len(sizes), opset=18, known=(1,))
+    if (count := whole.shape[axis]) in (3, 5, 6):
+        drawn.check("Split", [whole], {"axis": axis, "num_outputs": 3}, outputs=3, opset=18)
+        drawn.check("Split", [whole], {"axis": axis, "num_outputs": count}, outputs=count, opset=18)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    start=EXTREME | st.just(2**63 - 1),
+    end=EXTREME | st.just(2**63 - 1),
+    step=st.sampled_from([1, -1, 2, -2, 3, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63)]),
+    axis=st.integers(-2, 1),
+    index=st.sampled_from([np.int32, np.int64]),
+)
+def test_slices_by_extreme_bounds_and_steps(start: int, end: int, step: int, axis: int, index: np.dtype) -> None:
+    limits = np.iinfo(index)
+    start, end, step = (int(np.clip(v, limits.min, limits.max)) for v in (start, end, step))
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    operands = [x, *(np.array([v], index) for v in (start, end, axis, step))]
+    before = end == limits.max and step < 0  # ONNX Runtime: no end
+    results = [np.take(x, [], axis)] if before else None
+    drawn.check("Slice", operands, known=(1, 2, 3, 4), results=results)
+
+
+@DRAWN
+@given(
+    draw=st.data(),
+    mode=st.sampled_from(["constant", "reflect", "edge", "wrap"]),
+    dtype=st.sampled_from([np.float32, np.int64]),
+)
+def test_pads_of_some_axes(draw: st.DataObject, mode: str, dtype: np.dtype) -> None:
+    x = draw.draw(drawn.arrays(dtype, (4, 5)))
+    axes = draw.draw(drawn.subsets(2))
+    pads = ints(*draw.draw(st.tuples(*[st.integers(-1, 1)] * (2 * len(axes)))))
+    value = draw.draw(drawn.arrays(dtype, ())) if mode == "constant" else None
+    drawn.check("Pad", [x, pads, value, ints(*axes)], {"mode": mode}, known=(1, 3))
+
+
+@DRAWN
+@given(draw=st.data(), shape=st.sampled_from([(2, 3), (3, 2), (0, 2), (2, 0), (2, 2, 3)]), upper=st.integers(0, 1))
+def test_triangles(draw: st.DataObject, shape: tuple, upper: int) -> None:
+    x = draw.draw(drawn.arrays(draw.draw(st.sampled_from([np.float32, np.int64, np.bool_])), shape))
+    k = draw.draw(st.none() | st.sampled_from([-(2**63), -9, -1, 0, 1, 2, 9, 2**63 - 1]))
+    drawn.check("Trilu", [x] if k is None else [x, np.array(k)], {"upper": upper})
+
+
+@DRAWN
+@given(
+    draw=st.data(),
+    mode=st.sampled_from(["DCR", "CRD"]),
+    shape=st.sampled_from([(1, 8, 1, 2), (2, 4, 0, 1), (0, 4, 1, 1)]),
+)
+def test_depth_and_space(draw: st.DataObject, mode: str, shape: tuple) -> None:
+    x = draw.draw(drawn.arrays(np.float32, shape))
+    drawn.check("DepthToSpace", [x], {"blocksize": 2, "mode": mode})
+    n, c, h, w = shape
+    drawn.check("SpaceToDepth", [x.reshape(n, c // 4, 2 * h, 2 * w)], {"blocksize": 2})
+
+
+@DRAWN
+@given(draw=st.data(), time=st.integers(0, 1), shape=st.sampled_from([(3, 2), (2, 3, 2), (1, 1), (2, 3, 0)]))
+def test_reversed_sequences(draw: st.DataObject, time: int, shape: tuple) -> None:
+    x = draw.draw(drawn.arrays(np.float32, shape))
+    lengths = draw.draw(drawn.arrays(np.int64, (shape[1 - time],), st.integers(1, shape[time])))
+    drawn.check("ReverseSequence", [x, lengths], {"time_axis": time, "batch_axis": 1 - time})
+
+
+@DRAWN
+@given(draw=st.data())
+def test_centers(draw: st.DataObject) -> None:
+    x = draw.draw(drawn.arrays(np.float32, (3, 4)))
+    axes = draw.draw(drawn.subsets(2, least=1))
+    target = ints(*draw.draw(st.tuples(*[st.integers(0, 7)] * len(axes))))
+    drawn.check("CenterCropPad", [x, target], {"axes": axes}, known=(1,))
+
+
+def test_more_is_taken_away_than_there_is() -> None:
+    with pytest.raises(transmuter.LoweringError, match="more elements are taken away than the axis has"):
+        run_node("Pad", [np.zeros(4, np.float32), ints(-3, -2)], known=(1,))
+
+
+def test_more_gradients() -> None:
+    x = jnp.asarray(X / 7)
+    for f in (
+        lambda x: shape.Reshape_5(x, ints(0, -1)),
+        lambda x: shape.Flatten(x, axis=1),
+        lambda x: shape.Squeeze(x[None], axes=(0,)),
+        lambda x: shape.Unsqueeze(x, axes=(0, 2)),
+        lambda x: shape.Transpose(x, perm=(2, 0, 1)),
+        lambda x: shape.Concat_4(x, 2 * x, axis=-1),
+        lambda x: shape.Split_18(x, axis=2, num_outputs=3, output_count=3),
+        lambda x: shape.SpaceToDepth(x.reshape(1, 3, 2, 4), blocksize=2),
+        lambda x: shape.Identity(x),
+    ):
+        check_grads(f, (x,), 1, ["rev"])

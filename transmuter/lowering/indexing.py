@@ -55,7 +55,7 @@ def GatherElements(data, indices, *, axis):
     data = data[tuple(slice(None) if i == axis else slice(d) for i, d in enumerate(indices.shape))]
     if is_known((data, indices)):
         return np.take_along_axis(data, indices, axis)
-    return jnp.take_along_axis(traced(data), indices, axis, mode="clip")
+    return jnp.take_along_axis(traced(data), jnp.maximum(indices, 0), axis, mode="clip")
 
 
 @operator()
@@ -64,7 +64,7 @@ def GatherND(data, indices, *, batch_dims=0):
     index = _coordinates(data, _readable(data, indices), batch_dims)
     if is_known((data, *index)):
         return np.asarray(data[index], data.dtype)
-    return traced(data).at[index].get(mode="clip")
+    return traced(data).at[index].get(mode="clip", wrap_negative_indices=False)
 
 
 def _coordinates(data: Array, indices: Array, batch_dims: int = 0) -> tuple[Array, ...]:
@@ -101,7 +101,9 @@ def _scatter(data: Array, index: tuple[Array, ...], updates: Array, reduction: s
     method, ufunc = _REDUCTIONS[reduction]
     if not is_known((data, updates, *index)):
         data, updates = traced(data), traced(updates)
-        return _multiplied(data, index, updates) if reduction == "mul" else getattr(data.at[index], method)(updates)
+        if reduction == "mul":
+            return _multiplied(data, tuple(jnp.where(i < 0, np.iinfo(i.dtype).max, i) for i in index), updates)
+        return getattr(data.at[index], method)(updates, wrap_negative_indices=False)
     result = np.array(data, np.result_type(data, updates))
     if ufunc is None:
         result[index] = updates
