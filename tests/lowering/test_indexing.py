@@ -413,7 +413,7 @@ def test_hidden_indices_out_of_range_read_the_nearest_and_write_nothing() -> Non
         assert_equal(run_node("ScatterElements", [x, far[:2, None], x[:2, :1] + 9], attributes)[0], x)
         assert_equal(run_node("ScatterND", [x, far[:2, None], x[:2] + 9], attributes)[0], x)
     f = lambda x, u: indexing.ScatterND(x, jnp.asarray(far[:2, None]), u, reduction="mul").sum()
-    by_data, by_updates = jax.grad(f, (0, 1))(x, x[:2])
+    by_data, by_updates = jax.grad(f, (0, 1))(jnp.asarray(x), jnp.asarray(x[:2]))
     assert_equal(np.asarray(by_data), np.ones_like(x))
     assert_equal(np.asarray(by_updates), np.zeros_like(x[:2]))
 

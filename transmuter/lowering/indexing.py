@@ -102,7 +102,7 @@ def _scatter(data: Array, index: tuple[Array, ...], updates: Array, reduction: s
     if not is_known((data, updates, *index)):
         data, updates = traced(data), traced(updates)
         if reduction == "mul":
-            return _multiplied(data, tuple(jnp.where(i < 0, np.iinfo(i.dtype).max, i) for i in index), updates)
+            return _multiplied(data, tuple(xp.where(i < 0, np.iinfo(i.dtype).max, i) for i in index), updates)
         return getattr(data.at[index], method)(updates, wrap_negative_indices=False)
     result = np.array(data, np.result_type(data, updates))
     if ufunc is None:
