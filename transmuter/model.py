@@ -20,9 +20,10 @@ import numpy as np
 import onnx_ir as ir
 
 from transmuter import reading, telemetry
-from transmuter.errors import InputError, LoweringError
+from transmuter.errors import GraphBreakError, InputError, LoweringError
 from transmuter.lowering import evaluation
 from transmuter.lowering.arrays import canonical, cast, compute_dtypes, computed, in_jax, traced
+from transmuter.lowering.padding import Padded, has_length
 from transmuter.staging import staged
 
 _SMALL = 16
@@ -201,13 +202,16 @@ class Model:
             what = "is missing" if odd in shapes else "is unknown"
             raise InputError(f"The {kind} {odd!r} {what}. Give a dict with the keys of model.{kind}s.")
         for name, array in given.items():
+            expected = shapes[name]
+            if isinstance(array, jax.Array) and array.shape == expected.shape and array.dtype == expected.dtype:
+                continue
             dtype = getattr(array, "dtype", None)
             if dtype is None or (kind == "param" and not jax.numpy.issubdtype(dtype, np.floating)):
                 what = type(array).__name__ if dtype is None else dtype
                 raise InputError(f"The {kind} {name!r} is {what}. Give an array like that in model.{kind}s.")
-            if np.shape(array) != shapes[name].shape:
+            if np.shape(array) != expected.shape:
                 raise InputError(
-                    f"The {kind} {name!r} has the shape {list(np.shape(array))}, not {list(shapes[name].shape)}. "
+                    f"The {kind} {name!r} has the shape {list(np.shape(array))}, not {list(expected.shape)}. "
                     f"Give arrays shaped as in model.{kind}s."
                 )
 
@@ -286,6 +290,15 @@ class Model:
             scope = self.scope(held, weights, key)
             work = self.program.work(self.graph, tuple(wanted.values()))
             evaluation.Evaluation(self.program).run(work, scope, keep=frozenset(wanted.values()))
+            for name, value in wanted.items():
+                if isinstance(scope[value], Padded):
+                    raise GraphBreakError(
+                        f"How long the output {name!r} is depends on contents, which a JAX transform around the call "
+                        "hides. Call transmuter.compile's result outside of that transform.",
+                        origin=evaluation.origin(value),
+                    )
+                if has_length(scope[value]):
+                    scope.values[value] = traced(scope[value])
             return {name: returned(name, self.declared(value, scope[value])) for name, value in wanted.items()}
 
     def scope(

@@ -198,6 +198,6 @@ def traced(value: Array) -> jax.Array:
     if isinstance(value, jax.Array):
         return value
     if is_symbolic(value):
-        flat = [cast(jnp.asarray(v), np.int64) for v in value.flat]
+        flat = [cast(jnp.asarray(v.dimension_as_value() if _is_dimension(v) else v), np.int64) for v in value.flat]
         return jnp.stack(flat).reshape(value.shape)
     return jnp.asarray(narrow(np.asarray(value)))

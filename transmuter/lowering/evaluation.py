@@ -19,7 +19,7 @@ import onnx
 import onnx_ir as ir
 
 from transmuter.errors import GraphBreakError, LoweringError, ModelError, TransmuterError, UnsupportedOperatorError
-from transmuter.lowering import registry
+from transmuter.lowering import padding, registry
 from transmuter.lowering.arrays import (
     NeedsContents,
     cast,
@@ -52,11 +52,20 @@ PENDING, HOST = _Pending(), _Host()
 
 
 class Break(Exception):
-    """A node needs the contents of an operand, and a JAX transform hides them."""
+    """A node needs the contents of an operand, or the `padding.Length` of one, and a JAX transform hides them."""
 
-    def __init__(self, node: ir.Node, position: int, operand: str, inside: Break | None = None):
+    def __init__(
+        self, node: ir.Node, position: int, operand: str, inside: Break | None = None, *, is_length: bool = False
+    ):
         super().__init__(node, position, operand)
         self.node, self.position, self.operand, self.inside = node, position, operand, inside
+        self.is_length = is_length
+
+    @property
+    def only_reads(self) -> bool:
+        """Whether it is enough to read something: the node itself then belongs to the next segment. So it is for an
+        `If`, whose branch is inlined there."""
+        return self.is_length or (self.node.op_type == "If" and _domain(self.node) == "")
 
     def values(self) -> list[ir.Value]:
         """The operands whose contents would do: all of them where the need arises inside of a subgraph."""
@@ -137,7 +146,12 @@ class Subgraph:
             attributes=outer.attributes,
             key=outer.key if key is None else key,
         )
-        return self._evaluation.graph(self.graph, scope, self._outputs(outputs))
+        wanted = self._outputs(outputs)
+        results = self._evaluation.graph(self.graph, scope, wanted)
+        for value, result in zip(wanted, results, strict=True):
+            if padding.is_open(result):  # branches and iterations have to agree in shape
+                raise Break(value.producer() or self.graph[-1], 0, "length", is_length=True)
+        return results
 
     def reads(self, outputs: Sequence[int]) -> set[int]:
         """Positions of the graph's inputs which the outputs at these positions are computed from."""
@@ -497,7 +511,7 @@ class Evaluation:
         if self.breaks is None or node.op_type != "If" or _domain(node) != "":
             return False
         condition = scope[node.inputs[0]]
-        if condition is PENDING or condition is HOST:
+        if condition is PENDING or condition is HOST or padding.is_open(condition):
             return False
         if contents(condition) is None and self.promote is not None:
             self.promote([node.inputs[0]])
@@ -552,6 +566,9 @@ class Evaluation:
                 results = self._lower(node, bound, operands, scope)
         except Break as needed:  # of a node of a subgraph or function: it is this one that waits
             raise needed if needed.node is node else Break(node, needed.position, needed.operand, needed) from None
+        except padding.NeedsLength:  # shape arithmetic that `padding` has no rule for
+            position = next(i for i, operand in enumerate(operands) if padding.is_open(operand))
+            raise Break(node, position, "length", is_length=True) from None
         except TransmuterError:
             raise
         except Exception as error:
@@ -570,12 +587,27 @@ class Evaluation:
             operands.pop()
         if len(operands) > len(lowering.operands) and not lowering.variadic:
             raise ValueError(f"{len(operands)} operands, but {lowering.name} takes {len(lowering.operands)}")
+        if any(map(padding.is_open, operands)):
+            try:
+                closed = functools.partial(self._lower_closed, node, bound, scope)
+                return padding.apply(lowering, operands, bound.attributes, closed)
+            except padding.NeedsLength:
+                position = next(i for i, operand in enumerate(operands) if padding.is_open(operand))
+                raise Break(node, position, lowering.operand(position), is_length=True) from None
+        return self._lower_closed(node, bound, scope, operands)
+
+    def _lower_closed(self, node: ir.Node, bound: Bound, scope: Scope, operands: list[Any]) -> tuple[Any, ...]:
+        """The lowering's results for operands without padding."""
+        lowering = bound.lowering
         for position, value in enumerate(operands):
             name = lowering.operand(position)
             if isinstance(value, jax.Array) and (name in lowering.known or name in lowering.reads):
                 held = contents(value)
                 if held is None:
-                    raise Break(node, position, name)
+                    padded = self._padded(lowering, operands, bound.attributes)
+                    if padded is None:
+                        raise Break(node, position, name)
+                    return padded
                 operands[position] = held if name in lowering.known else value
         if lowering.exact_dtypes:
             operands = [_as_declared(v, o) for v, o in zip(node.inputs, operands, strict=False)]
@@ -605,6 +637,19 @@ class Evaluation:
                 if isinstance(operand, np.ndarray):
                     narrow(operand)
         return tuple(r if isinstance(r, jax.Array) else settled(r) for r in results)
+
+    def _padded(
+        self, lowering: registry.Lowering, operands: list[Any], attributes: dict[str, Any]
+    ) -> tuple[Any, ...] | None:
+        """The results at their largest size, where the operator has such a form, and a break would not cost less."""
+        function = padding.BOUNDED.get((lowering.domain, lowering.name))
+        if function is None or (self.breaks is not None and np.size(operands[0]) > padding.LIMIT):
+            return None
+        try:
+            result = function(*operands, **attributes)
+        except padding.NeedsLength:
+            return None
+        return result if isinstance(result, tuple) else (result,)
 
     def _region(self, region: Region, outer: Scope, *operands: Any) -> Any:
         """The output of `region` for these values of its inputs."""
