@@ -143,9 +143,9 @@ def test_hyper_connection_post_mix(
     dtypes,
     st.sampled_from([(1, 1), (2, 1), (4, 2)]),
     st.sampled_from([1, 2, 9]),
-    st.sampled_from([1, 2]),
+    st.sampled_from([1, 5]),
     st.booleans(),
-    st.sampled_from([(3,), (2, 2)]),
+    st.sampled_from([(3,), (2, 2), (0,)]),
 )
 def test_moe_group_router(kind: type, groups: tuple, of_group: int, k: int, tied: bool, leading: tuple) -> None:
     logits = (RNG.integers(-1, 2, (*leading, 8)) if tied else 3 * draw(*leading, 8)).astype(kind)

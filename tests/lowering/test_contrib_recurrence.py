@@ -60,7 +60,7 @@ def gradients(op: str, operands: list, attributes: dict, outputs: int = 1) -> No
 
 @few
 @given(
-    st.sampled_from([1, 2, 5]),
+    st.sampled_from([1, 5]),
     st.sampled_from([1, 3]),
     st.sampled_from([1, 2]),
     st.sampled_from(["none", "silu", "swish"]),
@@ -128,13 +128,12 @@ def test_a_window_holds_the_states_after_the_last_tokens(window: int) -> None:
 @few
 @given(
     st.sampled_from([[0, 3, 5], [0, 1, 5]]),
-    st.sampled_from([1, 3]),
-    st.sampled_from([1, 2]),
+    st.sampled_from([(1, 1), (3, 1), (3, 2)]),
     st.sampled_from(["none", "silu"]),
     st.sampled_from([0, 2]),
 )
-def test_packed_causal_conv(bounds: list, taps: int, dilation: int, activation: str, capacity: int):
-    batch = len(bounds) - 1
+def test_packed_causal_conv(bounds: list, kernel: tuple, activation: str, capacity: int):
+    (taps, dilation), batch = kernel, len(bounds) - 1
     operands = [draw(5, 4), draw(4, 1, taps), np.int32(bounds), draw(4), draw(batch, 4, (taps - 1) * dilation)]
     operands += [ids(batch, high=9)] if capacity else []
     attributes = {"activation": activation, "dilation": dilation, "state_update_capacity": capacity}
@@ -244,12 +243,12 @@ def test_gated_delta_net_without_capture_in_use() -> None:
 
 @few
 @given(
-    st.sampled_from([1, 4]),
-    st.sampled_from([2, 3]),
+    st.sampled_from([(1, 2), (4, 3)]),
     st.sampled_from([0, 1]),
     *[st.booleans()] * 4,
 )
-def test_ngram_hashes(length: int, largest: int, reset: int, past: bool, end: bool, segmented: bool, offset: bool):
+def test_ngram_hashes(lengths: tuple, reset: int, past: bool, end: bool, segmented: bool, offset: bool):
+    length, largest = lengths
     heads = (largest - 1) * 2
     operands = [
         ids(2, length, dtype=np.int64),
@@ -353,6 +352,28 @@ def test_halves_are_accumulated_in_float32() -> None:
     check("GatedDeltaNet", operands, {"qk_l2_norm": 1}, (FLOAT16, FLOAT))
     operands = [half(6, 4), half(4, 1, 3), bounds, half(4), half(2, 4, 2)]
     check("VarlenCausalConvWithState", operands, {"activation": "silu"}, (FLOAT16, FLOAT16))
+
+
+@pytest.mark.parametrize(
+    ("op", "operands", "attributes", "kind"),
+    [
+        (
+            "LinearAttention",
+            [draw(2, 0, 4), draw(2, 0, 4), draw(2, 0, 4), draw(2, 2, 2, 2)],
+            {"q_num_heads": 2, "kv_num_heads": 2, "update_rule": "linear"},
+            FLOAT,
+        ),
+        ("CausalConvWithState", [draw(2, 4, 0), draw(4, 1, 3), None, draw(2, 4, 2)], {}, FLOAT),
+        (
+            "NGramHashMapping",
+            [ids(2, 0), np.int32([1, 2, 3]), np.int32([3, 4]), ids(2, 2)],
+            {"max_ngram_size": 3, "n_head_per_ngram": 1, "pad_id": 0},
+            INT32,
+        ),
+    ],
+)
+def test_without_tokens_states_stay(op: str, operands: list, attributes: dict, kind: int) -> None:
+    check(op, operands, attributes, (kind, kind))
 
 
 def test_64_bit_ids_with_x64_off() -> None:

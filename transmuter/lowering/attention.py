@@ -8,6 +8,7 @@ which then serves a group of adjacent query heads. Every kind of softmax attenti
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from transmuter.lowering.arrays import Array, cast, dtype, shape_vector, traced
+from transmuter.lowering.control_flow import varying, varying_axes
 from transmuter.lowering.linear import accumulator
 from transmuter.lowering.reduction import rounded, softmax_sum
 from transmuter.lowering.registry import operator
@@ -242,6 +244,11 @@ def _seen_step(state: jax.Array, token: Any) -> tuple[jax.Array, tuple[jax.Array
     return state, (output, state)
 
 
+def scanned(step: Callable[[Any, Any], tuple[Any, Any]], state: jax.Array, tokens: Any) -> tuple[Any, Any]:
+    """`lax.scan` over tokens; inside of `jax.shard_map` the state varies over the axes that they vary over."""
+    return lax.scan(step, varying(state, varying_axes((state, tokens))), tokens)
+
+
 def linear_attention(
     query: Array,
     key: Array,
@@ -267,9 +274,10 @@ def linear_attention(
     def by_token(x: Array | None, *shape: int) -> jax.Array | None:
         return None if x is None else jnp.moveaxis(cast(x, wide).reshape(batch, length, *shape), 1, 0)
 
-    queries = spread(by_token(query, q_num_heads, size), max(q_num_heads, kv_num_heads))
+    readers = max(q_num_heads, kv_num_heads)
+    queries = spread(by_token(query, q_num_heads, size), readers) * (scale or 1 / math.sqrt(size))
     tokens = (
-        queries.reshape(length, batch, kv_num_heads, -1, size) * (scale or 1 / math.sqrt(size)),
+        queries.reshape(length, batch, kv_num_heads, readers // kv_num_heads, size),
         spread(by_token(key, key.shape[2] // size, size), kv_num_heads),
         by_token(value, kv_num_heads, value_size),
         None if decay is None else by_token(decay, kv_num_heads, decay.shape[2] // kv_num_heads),
@@ -280,15 +288,15 @@ def linear_attention(
         past_state = jnp.zeros((batch, kv_num_heads, size, value_size), wide)
     state = cast(traced(past_state), wide)
     if not window:
-        state, (outputs, _) = lax.scan(linear_step, state, tokens)
+        state, (outputs, _) = scanned(linear_step, state, tokens)
     else:
         seen = min(window, length)
         early, late = (jax.tree.map(lambda x, part=part: x[part], tokens) for part in _split(length - seen))
-        state, (before, _) = lax.scan(linear_step, state, early)
-        _, (outputs, state) = lax.scan(_seen_step, state, late)
+        state, (before, _) = scanned(linear_step, state, early)
+        _, (outputs, state) = scanned(_seen_step, state, late)
         outputs = jnp.concatenate((before, outputs))
         state = jnp.pad(state, [(window - seen, 0), *[(0, 0)] * 4])
-    output = jnp.moveaxis(outputs, 0, 1).reshape(batch, length, -1)
+    output = jnp.moveaxis(outputs, 0, 1).reshape(batch, length, readers * value_size)
     return cast(output, query.dtype), cast(state, kept)
 
 

@@ -135,6 +135,7 @@ def MoEGroupRouter(
     groups = lax.stop_gradient(scores).reshape(-1, n_group, experts // n_group)
     best, _ = lax.top_k(groups, min(group_topk, groups.shape[-1]))
     is_active = _among_top(jnp.sum(best, axis=-1), topk_group)[..., None]
-    is_chosen = _among_top(jnp.where(is_active, groups, -jnp.inf).reshape(scores.shape), top_k)
+    groups = jnp.where(is_active, groups, -jnp.inf).reshape(scores.shape)
+    is_chosen = _among_top(groups, top_k) & (groups > -jnp.inf)  # the active groups may have fewer experts
     routed = jnp.where(is_chosen, jnp.log(jnp.maximum(weights, 1e-20)), router_sentinel)
     return cast(routed, kind), scores, weights

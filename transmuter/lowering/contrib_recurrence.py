@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from transmuter.lowering.arrays import Array, cast, contents, traced
-from transmuter.lowering.attention import gates_of, linear_attention, linear_step, spread
+from transmuter.lowering.attention import gates_of, linear_attention, linear_step, scanned, spread
 from transmuter.lowering.convolution import causal
 from transmuter.lowering.linear import accumulator
 from transmuter.lowering.registry import operator
@@ -51,15 +51,22 @@ class _Packed:
     def at(self, x: Array, past: Array, sequence: Array, position: Array) -> jax.Array:
         """The tokens of `x` at positions of their sequences, of which negative ones lie in `past` (sequences, length,
         ...), counted from its end."""
-        now = jnp.take(x, jnp.clip(self.starts[sequence] + position, 0, x.shape[0] - 1), axis=0)
-        if not past.shape[1]:
-            return now
-        before = past[sequence, jnp.clip(past.shape[1] + position, 0, past.shape[1] - 1)]
+        before = now = None
+        if past.shape[1]:
+            before = past[sequence, jnp.clip(past.shape[1] + position, 0, past.shape[1] - 1)]
+        if before is None or x.shape[0] != 0:
+            now = jnp.take(x, jnp.clip(self.starts[sequence] + position, 0, x.shape[0] - 1), axis=0)
+        if now is None or before is None:
+            return before if now is None else now
         return jnp.where(jnp.expand_dims(position >= 0, tuple(range(position.ndim, now.ndim))), now, before)
 
     def earlier(self, x: Array, past: Array, steps: int) -> jax.Array:
         """What each token's sequence held so many steps before it."""
         return self.at(x, past, self.sequence, self.position - steps) if steps else x
+
+    def first(self, x: Array, length: int) -> jax.Array:
+        """Each sequence's first token, as a past of this length."""
+        return jnp.broadcast_to(x[self.starts][:, None], (self.starts.shape[0], length))
 
     def tail(self, x: Array, past: Array, ends: Array) -> jax.Array:
         """The last tokens before `ends` (sequences, ...) of each sequence, as many as `past` has."""
@@ -122,11 +129,8 @@ def CausalConvWithState(
 
     def state(begin: int) -> jax.Array:
         """What is kept from a position on; nothing from before the past."""
-        samples = (
-            whole[:, :, begin : begin + kept]
-            if not state_window or begin > 0
-            else jnp.zeros((batch, channels, kept), x.dtype)
-        )
+        is_there = not state_window or begin > 0
+        samples = whole[:, :, begin : begin + kept] if is_there else jnp.zeros((batch, channels, kept), x.dtype)
         trailing = input.shape[2:] if channels_last else (channels,)
         return jnp.swapaxes(samples, 1, 2).reshape(batch, kept, *trailing) if is_last else samples
 
@@ -249,57 +253,57 @@ def GatedDeltaNet(
     update_rule="gated_delta",
 ):
     """Entries of the state update beyond the captured ones are zero."""
-    decay, beta = gates_of(update_rule, decay, beta)
     _check_capture(state_update_capacity, capture_count)
+    decay, beta = gates_of(update_rule, decay, beta)
     if key is None:
-        _, heads, value_size, size = initial_state.shape
-        shared = query.shape[-1] - heads * value_size
-        parts = jnp.split(query, [shared // 2, shared], axis=-1)
-        sizes = (size, size, value_size)
-        query, key, value = (x.reshape(*x.shape[:-1], x.shape[-1] // n, n) for x, n in zip(parts, sizes))
-    leading, wide, kind = query.shape[:-2], accumulator(query), query.dtype
-    count, (heads, value_size), size = math.prod(leading), value.shape[-2:], query.shape[-1]
+        query, key, value = _apart(query, initial_state)
+    *leading, _, size = query.shape
+    heads, value_size = value.shape[-2:]
     if initial_state is None:
-        batch = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else leading[0]
+        batch = leading[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         initial_state = jnp.zeros((batch, heads, value_size, size), np.float32)
-    batch = initial_state.shape[0]
-
-    query, key, value, decay, beta = (
+    batch, count, wide = initial_state.shape[0], math.prod(leading), accumulator(query)
+    q, k, v, g, b = (
         None if x is None else cast(x, wide).reshape(count, *x.shape[len(leading) :])
         for x in (query, key, value, decay, beta)
     )
     if qk_l2_norm:
-        query, key = (x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-12) for x in (query, key))
-    if decay is not None:
-        decay = decay[..., None] if decay.ndim == 2 else decay
-        decay = _log_decay(decay, a_log, dt_bias, gate_activation, gate_lower_bound)
-    if beta is not None:
-        beta = (_rate(beta, beta_activation))[..., None]
-    queries = spread(query * (scale or 1 / math.sqrt(size)), heads)[:, :, None]
-    parts = (queries, spread(key, heads), value, decay, beta)
+        q, k = (x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-12) for x in (q, k))
+    if g is not None:
+        g = _log_decay(g if g.ndim == 3 else g[..., None], a_log, dt_bias, gate_activation, gate_lower_bound)
+    if b is not None:
+        b = _rate(b, beta_activation)[..., None]
+    parts = (spread(q, heads)[:, :, None] * (scale or 1 / math.sqrt(size)), spread(k, heads), v, g, b)
 
     states = cast(jnp.swapaxes(initial_state, 2, 3), wide)
     if cu_seqlens is None:
-        tokens = _Packed.evenly(batch, count // batch)
-        by_step = [x if x is None else jnp.swapaxes(x.reshape(batch, -1, *x.shape[1:]), 0, 1) for x in parts]
-        states, results = lax.scan(linear_step, states, tuple(by_step))
+        length = leading[1] if len(leading) == 2 else count // batch
+        tokens = _Packed.evenly(batch, length)
+        steps = (x if x is None else jnp.swapaxes(x.reshape(batch, length, *x.shape[1:]), 0, 1) for x in parts)
+        states, results = scanned(linear_step, states, tuple(steps))
         output, delta = (jnp.swapaxes(x, 0, 1).reshape(count, *x.shape[2:]) for x in results)
     else:
         tokens = _Packed.within(cu_seqlens, count)
-        states, (output, delta) = lax.scan(_packed_step, states, (tokens.sequence, *parts))
+        states, (output, delta) = scanned(_packed_step, states, (tokens.sequence, *parts))
+
     update = None
     if state_update_capacity:
-        factor = jnp.ones((count, heads)) if decay is None else jnp.exp(decay)
-        rows = [x.reshape(count, math.prod(x.shape[1:])) for x in (factor, key, delta)]
-        rows = [tokens.prefix(row, capture_count, state_update_capacity).reshape(batch, -1) for row in rows]
-        update = cast(jnp.concatenate(rows, axis=1), np.float32)
+        rows = (jnp.ones((count, heads), wide) if g is None else jnp.exp(g), k, delta)
+        captured = [tokens.prefix(row, capture_count, state_update_capacity).reshape(batch, -1) for row in rows]
+        update = cast(jnp.concatenate(captured, axis=1), np.float32)
         if state_update_active is not None:
             update = jnp.where(state_update_active != 0, update, 0)
-    return (
-        cast(output.reshape(*leading, heads, value_size), kind),
-        cast(jnp.swapaxes(states, 2, 3), initial_state.dtype),
-        update,
-    )
+    output = cast(output.reshape(*leading, heads, value_size), query.dtype)
+    return output, cast(jnp.swapaxes(states, 2, 3), initial_state.dtype), update
+
+
+def _apart(packed: Array, state: Array) -> list[jax.Array]:
+    """Queries, keys and values (..., heads, size) that lie in one tensor; the state tells their sizes."""
+    _, heads, value_size, size = state.shape
+    shared = (packed.shape[-1] - heads * value_size) // 2
+    parts = jnp.split(packed, [shared, 2 * shared], axis=-1)
+    sizes = (size, size, value_size)
+    return [x.reshape(*x.shape[:-1], x.shape[-1] // n, n) for x, n in zip(parts, sizes, strict=True)]
 
 
 def _log_decay(raw: jax.Array, a_log: Array | None, bias: Array | None, activation: str, lowest: float) -> jax.Array:
@@ -345,21 +349,22 @@ def _hashed(
 
     An id is replaced where an `end`, or a segment's border, lies between it and the token.
     """
-    sizes = contents(vocab_sizes)
+    ids, multipliers, sizes = traced(ids), traced(multipliers), contents(vocab_sizes)
     if sizes is not None and (sizes <= 0).any():
         raise ValueError("a vocabulary has no words")
     fill = jnp.asarray(pad_id, ids.dtype) if end is None else jnp.reshape(end, ())
     if past is None:
         past = jnp.full((tokens.starts.shape[0], max_ngram_size - 1), fill)
+    if segments is not None and past_segments is None:
+        past_segments = tokens.first(segments, past.shape[1])
     mixed, is_cut, mixes = ids * multipliers[0], jnp.zeros(ids.shape, bool), []
     for steps in range(1, max_ngram_size):
         earlier = tokens.earlier(ids, past, steps)
         if end is not None and reset_on_eos:
             is_cut = is_cut | (earlier == fill)
         if segments is not None:
-            known = segments[:0].reshape(past.shape[0], 0) if past_segments is None else past_segments
-            a, b = (tokens.earlier(segments, known, n) for n in (steps - 1, steps))
-            is_cut = is_cut | ((a != b) & (past_segments is not None or tokens.position >= steps))
+            a, b = (tokens.earlier(segments, past_segments, n) for n in (steps - 1, steps))
+            is_cut = is_cut | (a != b)
         mixed = mixed ^ (jnp.where(is_cut, fill, earlier) * multipliers[steps])
         mixes.append(mixed)
     hashes = jnp.repeat(jnp.stack(mixes, -1), n_head_per_ngram, axis=-1) % vocab_sizes
@@ -411,13 +416,13 @@ def VarlenNGramHashMapping(
 ):
     """Products that leave 32 bits need jax_enable_x64. There are no present segments without segments."""
     _check_capture(state_update_capacity, capture_count)
-    tokens, ids = _Packed.within(cumulative_sequence_length, input_ids.shape[0]), traced(input_ids)
+    tokens, ids = _Packed.within(cumulative_sequence_length, input_ids.shape[0]), input_ids
     how = {"max_ngram_size": max_ngram_size, "n_head_per_ngram": n_head_per_ngram, "pad_id": pad_id}
     rest = (past_ids, head_offsets, eos_token_id, segment_ids, past_segment_ids)
     hashes, past = _hashed(tokens, ids, multipliers, vocab_sizes, *rest, **how, reset_on_eos=reset_on_eos)
     segments = update = None
     if segment_ids is not None:
-        before = jnp.zeros(past.shape, segment_ids.dtype) if past_segment_ids is None else past_segment_ids
+        before = tokens.first(segment_ids, past.shape[1]) if past_segment_ids is None else past_segment_ids
         segments = tokens.tail(segment_ids, before, tokens.lengths)
     if state_update_capacity:
         slots, is_used = tokens.captured(capture_count, state_update_capacity)
