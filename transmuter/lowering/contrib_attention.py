@@ -52,6 +52,24 @@ def written(cache: Array, new: Array, start: Array) -> jax.Array:
     return jax.vmap(write)(traced(cache), traced(new), start[:, 0])
 
 
+def _sliding(start: Array, fresh: Array, new: Any, capacity: Any, window: int) -> tuple[jax.Array, jax.Array]:
+    """The positions (batch, rows) that rows of a cache for a window and new tokens behind them have, -1 where there is
+    no token, and which of these rows the cache then keeps.
+
+    Where it is full, a cache drops as many tokens as it has rows more than it needs.
+    """
+    drop = capacity - window + 1
+
+    def first(length: Array) -> Array:
+        """The position of the first token in the cache when there are so many."""
+        return drop * jnp.maximum(0, -((capacity - length) // drop))
+
+    kept, came = positions(capacity, first(start)[:, 0]), positions(new, start[:, 0])
+    kept, came = jnp.where(kept < start, kept, -1), jnp.where(came < start + fresh, came, -1)
+    keep = positions(capacity, first(start + fresh)[:, 0])
+    return jnp.concatenate((kept, came), axis=1), jnp.where(keep < start, keep - first(start), capacity + keep - start)
+
+
 def _by_beam(cache: Array, beams: Array, past: Array) -> jax.Array:
     """The tokens that belong to each beam. `beams` (batch, beams, length) says which beam wrote a past token."""
     rows, length = cache.shape[0], cache.shape[2]
@@ -491,10 +509,11 @@ def GroupQueryAttention(
 
     The present caches are as long as the past ones, or longer if the sequence no longer fits: `total_sequence_length`
     tokens. Where its contents are hidden, the past caches count as full. Cached tokens behind a sequence's end stay
-    as they are, as when ONNX Runtime shares one buffer between past and present.
+    as they are, as when ONNX Runtime shares one buffer between past and present. Attention reads a quantized cache
+    for new tokens too, as the CPU kernel does.
     """
-    if sliding_window_cache:
-        raise ValueError("a cache that holds only a window is not supported")
+    if sliding_window_cache and qk_output:
+        raise ValueError("scores of a cache that holds only a window are not supported")
     if past_key is None and k_quant_type != "NONE":
         raise ValueError("a quantized cache needs a past, which says how it is quantized")
     q, k, v = grouped_heads(query, key, value, num_heads, kv_num_heads)
@@ -516,22 +535,32 @@ def GroupQueryAttention(
         cos, sin = (jnp.take(cache, where, axis=0)[:, None] for cache in (cos_cache, sin_cache))
         q, k = (rotated(x, cos, sin, rotary_interleaved) for x in (q, k))
 
-    present = k, v
+    present, keys, scales = (k, v), positions(k.shape[2]), (k_scale, v_scale)
     if past_key is not None:
-        capacity = total if held is None else max(past, total)
-        present = [_padded(cache, capacity, axis=2) for cache in (past_key, past_value)]
-        scales = k_scale, v_scale
-        if k.shape[2]:
-            new_ones = map(stored, (k, v), present, scales)
-            present = [written(cache, x, start) for cache, x in zip(present, new_ones, strict=True)]
-        k, v = (loaded(cache, scale, q.dtype) for cache, scale in zip(present, scales, strict=True))
+        caches = past_key, past_value
+        if sliding_window_cache:
+            keys, keep = _sliding(start, fresh, new, past, local_window_size)
+            rows = [jnp.concatenate(pair, 2) for pair in zip(caches, map(stored, (k, v), caches, scales), strict=True)]
+            present = [jnp.take_along_axis(x, keep[:, None, :, None], axis=2, mode="clip") for x in rows]
+            keys = keys[:, None, None]
+        else:
+            rows = [_padded(cache, total if held is None else max(past, total), axis=2) for cache in caches]
+            if k.shape[2]:
+                rows = [
+                    written(cache, x, start) for cache, x in zip(rows, map(stored, (k, v), rows, scales), strict=True)
+                ]
+            present, keys = rows, positions(rows[0].shape[2])
+        k, v = (loaded(cache, scale, q.dtype) for cache, scale in zip(rows, scales, strict=True))
 
-    keys, last = positions(k.shape[2]), jnp.minimum(queries, lengths - 1)[:, None]
+    last = jnp.minimum(queries, lengths - 1)[:, None]
     left = local_window_size - 1 if local_window_size >= 0 else None
     visible = within(last, keys, left, 0) if causal else keys < lengths[..., None, None]
+    visible = jnp.logical_and(visible, keys >= 0) if sliding_window_cache else visible
     logits = capped(scores(q, k, scale or None), softcap)
     if attention_bias is not None:
-        logits = logits + cast(_padded(attention_bias, k.shape[2]), logits.dtype)
+        bias = _padded(attention_bias, k.shape[2])
+        bias = jnp.take_along_axis(bias, keys, axis=3, mode="clip") if sliding_window_cache else bias
+        logits = logits + cast(bias, logits.dtype)
     sink = jnp.zeros((), logits.dtype) if smooth_softmax == 1 else None
     if head_sink is not None:
         sink = cast(head_sink, logits.dtype)[:, None, None]
