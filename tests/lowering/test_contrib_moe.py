@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparison import assert_equal
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.test_util import check_grads
 from onenode import one_node, ort_node, run_node
 
@@ -46,6 +48,27 @@ def test_moe(activation: str, normalize: int, tokens: int) -> None:
         attributes |= {**SWIGLU, "swiglu_fusion": 1}
     weights = layers(2 if activation == "swiglu" else 1)
     check("MoE", [draw(1, tokens, HIDDEN), draw(tokens, EXPERTS), *weights], attributes)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    activation=st.sampled_from(["relu", "gelu", "silu", "identity"]),
+    k=st.sampled_from([1, 2, EXPERTS]),
+    normalize=st.integers(0, 1),
+    has_bias=st.booleans(),
+    tokens=st.sampled_from([(1,), (2, 3)]),
+    logits=st.lists(st.sampled_from([0.0, 0.5, -0.5]), min_size=6 * EXPERTS, max_size=6 * EXPERTS),
+)
+def test_equally_probable_experts(
+    activation: str, k: int, normalize: int, has_bias: bool, tokens: tuple[int, ...], logits: list[float]
+) -> None:
+    router = np.array(logits, np.float32).reshape(6, EXPERTS)[: np.prod(tokens)]
+    first, bias, second, other = layers()
+    weights = [first, bias if has_bias else None, second, other if has_bias else None]
+    attributes = {"activation_type": activation, "k": k, "normalize_routing_weights": normalize}
+    operands = [draw(*tokens, HIDDEN), router, *weights]
+    expected = ort_node("MoE", operands, attributes, **CONTRIB)
+    assert_equal(run_node("MoE", operands, attributes, **CONTRIB), expected)
 
 
 def test_layouts_of_gates_are_the_same() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
-from onenode import one_node, ort_node, run_node
+from onenode import one_node, ort_node, reference_node, run_node
 from onnx import TensorProto, helper
 
 import transmuter
@@ -134,6 +134,43 @@ def test_the_result_of_dequantization_has_the_scales_dtype_or_the_one_asked_for(
     assert y.dtype == F32
 
 
+FEW_BITS = [ml_dtypes.int4, ml_dtypes.uint4, ml_dtypes.int2, ml_dtypes.uint2]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    kind=st.sampled_from([*INTEGERS, *FEW_BITS, *(np.dtype(getattr(ml_dtypes, name)) for name in SMALL_FLOATS)]),
+    wide=st.sampled_from([F32, np.float16, ml_dtypes.bfloat16]),
+    of=st.sampled_from([(), (6,), (4, 2)]),
+    has_zero=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_every_dtype_against_the_reference(
+    kind: Any, wide: Any, of: tuple[int, ...], has_zero: bool, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    is_small_float = "float" in np.dtype(kind).name
+    x, scales = (rng.normal(size=(4, 6)) * 3).astype(wide), (scale(rng, *of) * 8).astype(wide)
+    zero = None if not has_zero else np.zeros(of, kind) if is_small_float else drawn(rng, kind, *of)
+    attributes = {"axis": 1, **({"block_size": 3} if len(of) == 2 else {})}
+    q = x.astype(kind) if is_small_float else drawn(rng, kind, 4, 6)
+    for op, operand, target in (("QuantizeLinear", x, kind), ("DequantizeLinear", q, wide)):
+        given = attributes | ({"output_dtype": element(kind)} if op == "QuantizeLinear" and not has_zero else {})
+        options = {"opset": 25, "output_types": [element(target)]}
+        (y,) = run_node(op, [operand, scales, zero], given, **options)
+        (wanted,) = reference_node(op, [operand, scales, zero], given, **options)
+        assert (y.dtype, y.shape) == (np.dtype(target), x.shape)
+        tolerance = 0 if op == "QuantizeLinear" else 1e-6 if wide is F32 else 2.0**-7
+        np.testing.assert_allclose(y.astype(F32), np.asarray(wanted).astype(F32), tolerance, tolerance)
+
+
+@pytest.mark.parametrize("x", [[], 3.0, [np.inf, 1], [3e38, -3e38], [-1, -2], [-0.0], [0.5, 1.5, 254.5, 255]])
+def test_dynamic_quantization_of_extremes(x: Any) -> None:
+    types = {"outputs": 3, "output_types": [TensorProto.UINT8, TensorProto.FLOAT, TensorProto.UINT8]}
+    with np.errstate(all="ignore"):
+        assert_same("DynamicQuantizeLinear", [np.asarray(x, F32)], **types)
+
+
 def test_dynamic_quantization(rng: np.random.Generator) -> None:
     types = {"outputs": 3, "output_types": [TensorProto.UINT8, TensorProto.FLOAT, TensorProto.UINT8]}
     for x in (rng.normal(size=(9, 50)), rng.random((3, 4)) + 1, -rng.random(5) - 1, np.zeros(3)):
@@ -197,6 +234,47 @@ def test_products_of_8_bits(a: Any, b: Any, rng: np.random.Generator) -> None:
     assert_same("MatMulIntegerToFloat", [x, w, scale(rng), scales, zero, zeros, bias], **{**floats, "known": (1,)})
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    kinds=st.sampled_from([*PAIRS, (np.int8, np.uint8)]),
+    shapes=st.sampled_from([((5,), (5, 4)), ((3, 5), (5,)), ((2, 3, 5), (5, 4)), ((2, 1, 3, 5), (2, 5, 4))]),
+    has_zeros=st.tuples(st.booleans(), st.booleans()),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_products_of_integers(kinds: tuple, shapes: tuple, has_zeros: tuple[bool, bool], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    operands = [drawn(rng, kind, *shape) for kind, shape in zip(kinds, shapes, strict=True)]
+    zeros = [np.asarray(drawn(rng, kind)) if has else None for kind, has in zip(kinds, has_zeros, strict=True)]
+    options = {"output_types": [TensorProto.INT32]}
+    (expected,) = ort_node("MatMulInteger", [*operands, *zeros], **options)
+    (actual,) = run_node("MatMulInteger", [*operands, *zeros], **options)
+    assert actual.dtype == np.int32
+    np.testing.assert_array_equal(actual, expected)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    b=st.sampled_from([np.uint8, np.int8]),
+    per_column=st.tuples(st.booleans(), st.booleans()),
+    has_bias=st.booleans(),
+    magnitude=st.sampled_from([0, 1e-6, 1, 1e6]),
+    offset=st.sampled_from([0, -3, 7]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_dynamically_quantized_products_of_every_magnitude(
+    b: Any, per_column: tuple[bool, bool], has_bias: bool, magnitude: float, offset: float, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    x = ((rng.normal(size=(2, 64)) + offset) * magnitude).astype(F32)
+    of = [(5,) if per_column[0] else (), (5,) if per_column[0] and per_column[1] else ()]
+    bias = rng.normal(size=5).astype(F32) if has_bias else None
+    inputs = [x, drawn(rng, b, 64, 5), scale(rng, *of[0]), drawn(rng, b, *of[1]), bias]
+    options = {"known": (1,), "domain": MICROSOFT}
+    (expected,) = ort_node("DynamicQuantizeMatMul", inputs, **options)
+    (actual,) = run_node("DynamicQuantizeMatMul", inputs, **options)
+    np.testing.assert_allclose(actual, expected, 1e-5, 1e-6 * max(np.abs(expected).max(), 1))
+
+
 @pytest.mark.parametrize("b", [np.uint8, np.int8])
 def test_dynamically_quantized_products(b: Any, rng: np.random.Generator) -> None:
     x, bias = rng.normal(size=(2, 4, 300)).astype(F32), rng.normal(size=7).astype(F32)
@@ -218,6 +296,43 @@ def test_convolutions(a: Any, b: Any, rng: np.random.Generator) -> None:
     assert_same("QLinearConv", last, {**attributes, "channels_last": 1}, domain=MICROSOFT, **options)
     grouped = [x, scale(rng), zero, w[:, :2].copy(), scale(rng), rest[0][:1].reshape(()), unit, zero]
     assert_same("QLinearConv", grouped, {"group": 2, "dilations": [2, 1]}, **options)
+
+
+WINDOWS = [
+    {"pads": [1, 0, 2, 1]},
+    {"auto_pad": "SAME_UPPER", "strides": [2, 2]},
+    {"auto_pad": "SAME_LOWER", "strides": [2, 1], "group": 2},
+    {"dilations": [2, 2], "group": 4},
+]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    kinds=st.sampled_from(PAIRS),
+    window=st.sampled_from(WINDOWS),
+    per_channel=st.booleans(),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_convolutions_of_every_window(
+    kinds: tuple, window: dict[str, Any], per_channel: bool, has_bias: bool, seed: int
+) -> None:
+    (a, b), rng = kinds, np.random.default_rng(seed)
+    x, w = drawn(rng, a, 2, 4, 7, 6), drawn(rng, b, 8, 4 // window.get("group", 1), 3, 2)
+    zero, w_zero = np.array(drawn(rng, a)), np.array(drawn(rng, b))
+    scales = scale(rng, 8) if per_channel else scale(rng)
+    w_zeros = np.full(8, w_zero if b is np.uint8 else 0, b) if per_channel else w_zero
+    bias = rng.integers(-1000, 1000, 8).astype(np.int32) if has_bias else None
+    inputs = [x, scale(rng), zero, w, scales, w_zeros, np.array(20, F32), np.array(drawn(rng, a)), bias]
+    options = {"output_types": [element(a)], "known": (3, 4, 5)}
+    (expected,) = ort_node("QLinearConv", inputs, window, **options)
+    (actual,) = run_node("QLinearConv", inputs, window, **options)
+    assert actual.dtype == expected.dtype
+    np.testing.assert_array_equal(actual, expected)
+    options = {"output_types": [TensorProto.INT32]}
+    (expected,) = ort_node("ConvInteger", [x, w, zero, w_zero], window, **options)
+    (actual,) = run_node("ConvInteger", [x, w, zero, w_zero], window, **options)
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_float8_products(rng: np.random.Generator) -> None:
@@ -350,3 +465,52 @@ def test_gathered_bytes(bits: int, rng: np.random.Generator) -> None:
         known = (0, 2) if zero is None else (0, 2, 3)
         options = {"output_types": [TensorProto.FLOAT], "known": known, "domain": MICROSOFT}
         assert_same("GatherBlockQuantized", [data, at, scale(rng, 20, 4), zero], attributes, **options)
+
+
+INDICES = [np.array([0, -1]), np.array(1, np.int32), np.array([[2, -3], [99, 0]], np.int32), np.zeros(0, np.int64)]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    kind=st.sampled_from([ml_dtypes.int4, ml_dtypes.uint4]),
+    axes=st.sampled_from([(0, 2), (-1, 2), (1, 0), (-3, -2), (2, -3)]),
+    block=st.sampled_from([16, 32]),
+    at=st.sampled_from(INDICES),
+    has_zero=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_blocks_gathered_along_every_axis(
+    kind: Any, axes: tuple[int, int], block: int, at: np.ndarray, has_zero: bool, seed: int
+) -> None:
+    """Blocks are cut short: 40 elements are no whole number of them."""
+    rng, shape, of = np.random.default_rng(seed), [5, 6, 7], [5, 6, 7]
+    shape[axes[1]], of[axes[1]] = 40, -(-40 // block)
+    inputs = [drawn(rng, kind, *shape), at, scale(rng, *of), drawn(rng, kind, *of) if has_zero else None]
+    options = {"output_types": [TensorProto.FLOAT], "known": (0, 2, 3) if has_zero else (0, 2), "domain": MICROSOFT}
+    attributes = {"block_size": block, "gather_axis": axes[0], "quantize_axis": axes[1]}
+    (expected,) = ort_node("GatherBlockQuantized", inputs, attributes, **options)
+    (actual,) = run_node("GatherBlockQuantized", inputs, attributes, **options)
+    np.testing.assert_allclose(actual, expected, 1e-6)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    bits=st.sampled_from([2, 4, 8]),
+    shape=st.sampled_from([(9, 40), (9, 3, 40)]),
+    kind=st.sampled_from([F32, np.float16]),
+    at=st.sampled_from(INDICES),
+    has_zero=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_bytes_gathered(
+    bits: int, shape: tuple[int, ...], kind: Any, at: np.ndarray, has_zero: bool, seed: int
+) -> None:
+    rng, (*rows, size) = np.random.default_rng(seed), shape
+    zero = drawn(rng, np.uint8, *rows, -(-3 * bits // 8)) if has_zero else None
+    inputs = [drawn(rng, np.uint8, *rows, size * bits // 8), at, scale(rng, *rows, 3).astype(kind), zero]
+    options = {"output_types": [element(kind)], "known": (0, 2, 3) if has_zero else (0, 2), "domain": MICROSOFT}
+    attributes = {"block_size": 16, "bits": bits, "quantize_axis": len(rows)}
+    (expected,) = ort_node("GatherBlockQuantized", inputs, attributes, **options)
+    (actual,) = run_node("GatherBlockQuantized", inputs, attributes, **options)
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    np.testing.assert_allclose(actual, expected, 1e-6 if kind is F32 else 2e-3)

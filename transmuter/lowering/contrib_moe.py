@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from transmuter.lowering.arrays import Array, cast, traced
+from transmuter.lowering.contrib_quantization import unpacked
 from transmuter.lowering.linear import matmul
 from transmuter.lowering.registry import operator
 
@@ -22,10 +23,12 @@ operator = functools.partial(operator, domain="com.microsoft")
 
 
 def _route(logits: Array, k: int, normalize: int) -> tuple[jax.Array, jax.Array]:
-    """The `k` experts of each token, and their shares: probabilities among all experts, or among the chosen ones."""
-    chosen, experts = lax.top_k(cast(logits, np.float32), k)
-    total = jax.nn.logsumexp(chosen if normalize else cast(logits, np.float32), axis=-1, keepdims=True)
-    return experts, jnp.exp(chosen - total)
+    """The `k` experts of each token, of equally probable ones the last, and their shares: probabilities among all
+    experts, or among the chosen ones."""
+    logits = cast(logits, np.float32)
+    chosen, from_last = lax.top_k(jnp.flip(logits, -1), k)
+    total = jax.nn.logsumexp(chosen if normalize else logits, axis=-1, keepdims=True)
+    return logits.shape[-1] - 1 - from_last, jnp.exp(chosen - total)
 
 
 def _activation(
@@ -123,26 +126,17 @@ def MoE(
     return _mixture(input, *_route(router_probs, k, normalize_routing_weights), layers, activate)
 
 
-def _unpacked(packed: Array, bits: int) -> jax.Array:
-    """Codes of `bits` bits each, the lowest bits of a byte first."""
-    if bits == 8:
-        return packed
-    shifts = jnp.arange(0, 8, bits, dtype=np.uint8)
-    codes = jnp.right_shift(packed[..., None], shifts) & np.uint8(2**bits - 1)
-    return codes.reshape(*packed.shape[:-1], packed.shape[-1] * (8 // bits))
-
-
 def _dequantized(packed: Array | None, scales: Array | None, zeros: Array | None, bits: int) -> jax.Array | None:
     """The weights (experts, rows, columns) of a layer, whose rows have one scale, or one for each of their blocks."""
     if packed is None:
         return None
-    codes = _unpacked(packed, bits)
+    codes = unpacked(packed, bits)
     experts, rows, columns = codes.shape
     blocked = scales.ndim == 3
     scales = scales if blocked else scales[..., None]
     codes = codes.reshape(experts, rows, scales.shape[2], columns // scales.shape[2])
     if zeros is not None:
-        zeros = _unpacked(zeros, bits)
+        zeros = unpacked(zeros, bits)
         zeros = cast(zeros[..., : scales.shape[2]] if blocked else zeros[:, :rows, None], scales.dtype)[..., None]
     centred = cast(codes, scales.dtype) - (2 ** (bits - 1) if zeros is None else zeros)
     return (centred * scales[..., None]).reshape(experts, rows, columns)

@@ -281,13 +281,13 @@ def DynamicQuantizeMatMul(A, B, b_scale, b_zero_point=None, bias=None):
 # ---- weights of few bits --------------------------------------------------------------------------------------------
 
 
-def _unpacked(packed: Array, bits: int, *, highest_first: bool = False) -> jax.Array:
+def unpacked(packed: Array, bits: int, *, highest_first: bool = False) -> jax.Array:
     """The unsigned integers of `bits` bits that bytes hold along the last axis."""
     if bits not in (2, 4, 8):
         raise ValueError(f"bits is {bits}, not 2, 4 or 8")
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     parts = jnp.right_shift(packed[..., None], shifts[::-1] if highest_first else shifts)
-    return (parts & np.uint8(2**bits - 1)).reshape(*packed.shape[:-1], -1)
+    return (parts & np.uint8(2**bits - 1)).reshape(*packed.shape[:-1], packed.shape[-1] * (8 // bits))
 
 
 def _times_weight(a: Array, weight: Array, contracted: int = 1) -> jax.Array:
@@ -318,13 +318,13 @@ def MatMulNBits(
     if 0 in B.shape:
         product = jnp.zeros((*A.shape[:-1], N), np.float32)
     else:
-        q = _unpacked(B.reshape(N, -1), bits).reshape(N, blocks * block_size)[:, :K]
+        q = unpacked(B.reshape(N, -1), bits).reshape(N, blocks * block_size)[:, :K]
         if zero_points is None:
             zero_points = np.full((1, 1), 2 ** (bits - 1), np.uint8)
         elif is_float(zero_points):
             zero_points = zero_points.reshape(N, blocks)
         else:
-            zero_points = _unpacked(zero_points.reshape(N, -1), bits)[:, :blocks]
+            zero_points = unpacked(zero_points.reshape(N, -1), bits)[:, :blocks]
         scales = scales.reshape(N, blocks)
 
         def by_element(parameter: Array) -> Array:
@@ -426,7 +426,7 @@ def MatMulFpQ4(A, B, B_shape, *, blk_quant_type=1):
     blob = B.reshape(n, -(-k // block), -1)
     scale, blob = lax.bitcast_convert_type(blob[..., :4], np.float32), blob[..., 4:]
     zero, blob = (blob[..., :1], blob[..., 1:]) if blk_quant_type == 1 else (np.uint8(8), blob)
-    halves = _unpacked(blob, 4).reshape(n, -1, 16, 2)
+    halves = unpacked(blob, 4).reshape(n, -1, 16, 2)
     q = jnp.swapaxes(halves, -1, -2).reshape(*scale.shape, block)
     weight = dequantized(q, scale[..., None], zero).reshape(n, -1)[:, :k]
     return _times_weight(A, weight)
@@ -442,7 +442,7 @@ _E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.fl
 def MatMulBlockQuantizedFp4Weight(A, B, weight_scale, weight_scale_2, input_scale=None, bias=None, *, block_size=16):
     """The weight is rounded to the dtype of A; `input_scale` changes nothing."""
     scale = cast(lax.bitcast_convert_type(weight_scale, ml_dtypes.float8_e4m3fn), np.float32) * weight_scale_2
-    weight = jnp.asarray(_E2M1)[_unpacked(B, 4)]
+    weight = jnp.asarray(_E2M1)[unpacked(B, 4)]
     weight = cast(weight * in_blocks(scale, block_size, 1, weight.shape[1]), A.dtype)
     product = _times_weight(A, cast(weight, np.float32))
     return _biased(product, bias, A.dtype)
@@ -513,7 +513,7 @@ _FOUR_BITS = (np.concatenate([_FP4, -_FP4]), _NF4)
 
 @operator(domain=_DOMAIN)
 def MatMulBnb4(A, B, absmax, *, K, N, block_size, quant_type, training_mode=0, transB=1):
-    levels = jnp.asarray(_FOUR_BITS[quant_type])[_unpacked(B.reshape(-1), 4, highest_first=True)[: N * K]]
+    levels = jnp.asarray(_FOUR_BITS[quant_type])[unpacked(B.reshape(-1), 4, highest_first=True)[: N * K]]
     weight = levels * in_blocks(cast(absmax.reshape(-1), np.float32), block_size, 0, N * K)
     return cast(_times_weight(A, weight.reshape(N, K), 1 if transB else 0), A.dtype)
 
@@ -536,8 +536,8 @@ def GatherBlockQuantized(
     scale = gathered(scales, block_at)
     zero = gathered(zero_points, block_at) if zero_points is not None else None
     if is_packed:
-        q = _unpacked(q, bits)
-        zero = np.full((1,) * q.ndim, 2 ** (bits - 1), np.uint8) if zero is None else _unpacked(zero, bits)
+        q = unpacked(q, bits)
+        zero = np.full((1,) * q.ndim, 2 ** (bits - 1), np.uint8) if zero is None else unpacked(zero, bits)
         zero = zero[..., : scale.shape[-1]]
     if gather != axis:
         axis += indices.ndim - 1 if axis > gather else 0
