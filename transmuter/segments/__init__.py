@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from transmuter.model import Model
-from transmuter.segments.executor import CacheInfo, CompiledModel, SegmentInfo
+from transmuter.segments.cache import CacheInfo, Counts, use_persistent_cache
+from transmuter.segments.executor import CompiledModel
 from transmuter.segments.explanation import BreakReport, Explanation, SegmentReport
 from transmuter.staging import differentiated, exact_dtypes, transposed_exactly
 
-__all__ = ["BreakReport", "CacheInfo", "CompiledModel", "Explanation", "SegmentInfo", "SegmentReport", "compile", "run"]
+__all__ = ["BreakReport", "CacheInfo", "CompiledModel", "Counts", "Explanation", "SegmentReport", "compile", "run"]
 
 
 def run(
@@ -53,6 +55,7 @@ def compile(
     cache_size: int = 8,
     static_inputs: Sequence[str] = (),
     outputs: Sequence[str] | None = None,
+    persistent_cache: str | os.PathLike[str] | None = None,
 ) -> CompiledModel:
     """Compiles a model with `jax.jit`, in as few segments as its graph allows.
 
@@ -65,14 +68,21 @@ def compile(
             tracing. Integer and boolean scalars and short vectors that decide a shape or a branch are static by
             themselves. No gradient flows to a static input.
         outputs: Names of graph outputs or internal values; what they do not need is not compiled. None is all outputs.
+        persistent_cache: A folder in which JAX keeps executables, so that later processes need not compile them. A
+            process has one such folder, for all that it compiles: this sets JAX's own `jax_compilation_cache_dir`, and
+            nothing else, so that what compiles within `jax_persistent_cache_min_compile_time_secs` (1 s) is not kept.
+            None is the environment variable TRANSMUTER_CACHE_DIR, unless JAX has such a folder already; without
+            either there is none.
 
     Returns:
         The compiled model; call it with a dict of inputs.
 
     Raises:
         InputError: A name is unknown, or an example input does not fit.
-        UnsupportedOperatorError, LoweringError: What a call raises, where example inputs are given.
+        UnsupportedOperatorError, LoweringError, ExecutionError: What a call raises, where example inputs are given.
+        ValueError: JAX keeps executables in another folder than `persistent_cache` already.
     """
+    use_persistent_cache(persistent_cache)
     compiled = CompiledModel(model, cache_size=cache_size, static_inputs=static_inputs, outputs=outputs)
     if example_inputs is not None:
         compiled(example_inputs) if isinstance(example_inputs, Mapping) else compiled(*example_inputs)

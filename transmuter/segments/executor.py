@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
+import sys
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -15,37 +19,46 @@ import numpy as np
 import onnx_ir as ir
 from jax.core import Tracer
 
-from transmuter.errors import GraphBreakError, InputError
+from transmuter import telemetry
+from transmuter.errors import ExecutionError, GraphBreakError, InputError, RecompileWarning
 from transmuter.lowering.arrays import contents, is_float
 from transmuter.lowering.control_flow import varying_axes
-from transmuter.lowering.evaluation import Evaluation
+from transmuter.lowering.evaluation import Bind, Break, Evaluation, Scope, operator_name
+from transmuter.lowering.padding import Padded, cut
 from transmuter.model import Model, checked_key, returned
 from transmuter.segments import explanation
+from transmuter.segments.cache import CacheInfo, SegmentCache, used_weights
 from transmuter.segments.preparation import Weight, evaluate, inverse
-from transmuter.segments.segment import SMALL, Executable, Promote, Segment, Signature, Stage, _decides_branch, is_host
+from transmuter.segments.segment import SMALL, Executable, Promote, Segment, Signature, Stage, is_host
 from transmuter.staging import differentiated, exact_dtypes, staged, transposed_exactly
 
 
-@dataclass(frozen=True)
-class SegmentInfo:
-    """One compiled segment: where it stands in a run, what for, and what it cost."""
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What all segments of one call share."""
 
-    depth: int
-    signature: str
-    nodes: int
-    calls: int
-    trace_seconds: float
-    compile_seconds: float
+    keys: Sequence[jax.Array]
+    x64: bool
+    """The caller's setting."""
+    params: Mapping[str, Any] | None = None
+    buffers: Mapping[str, Any] | None = None
+    weights: Mapping[str, Any] | None = None
+    """Both of them, or None: the model's own."""
+    counts: bool = True
+    """Whether it is one of the user's, which `cache_info` counts."""
 
 
-@dataclass(frozen=True)
-class CacheInfo:
-    """Counts of a `CompiledModel`'s cache, and its present segments."""
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is left to do for inputs like some that have passed all checks, where one segment is all there is."""
 
-    hits: int
-    misses: int
-    evictions: int
-    segments: tuple[SegmentInfo, ...]
+    segment: Segment
+    function: Callable[[list[Any], list[Any]], list[Any]]
+    weights: list[Any]
+    arguments: list[str]
+    """Names of the inputs in the segment's order."""
+    outputs: list[tuple[str, int]]
+    """Names of the outputs, and their places among the segment's results."""
 
 
 class CompiledModel:
@@ -82,11 +95,10 @@ class CompiledModel:
             )
         self._static = {value for value in model.graph.inputs if value.name in static_inputs}
         self._roots: dict[tuple[tuple[ir.Value, bool], ...], Stage] = {}
-        self._segments: dict[int, OrderedDict[tuple[Stage, Signature], Segment]] = {}
+        self._cache = SegmentCache(cache_size, self._static)
+        self._plans: dict[Any, _Plan | None] = {}
         self._prepared: dict[str, jax.Array] = {}
-        self._hits = self._misses = self._evictions = 0
         self._calls = itertools.count()
-        self._lock = threading.Lock()
         self._building = threading.RLock()
 
     def __call__(
@@ -112,9 +124,15 @@ class CompiledModel:
             InputError: An input or param has the wrong name, dtype or shape.
             UnsupportedOperatorError: The graph needs an operator without a lowering; nothing has run then.
             LoweringError: A node failed: its operands do not fit its operator.
+            ExecutionError: XLA failed to compile or to run a segment.
             GraphBreakError: The graph breaks at a node whose operand a transform around the call hides: `jit`, `vmap`,
                 `checkpoint`, `scan`, `shard_map`, `export`. `grad` alone hides nothing.
         """
+        is_plain = params is None and buffers is None and key is None and len(inputs) == 1
+        kinds = _kinds(inputs[0]) if is_plain else None
+        plan = self._plans.get(kinds)
+        if plan is not None and not staged():
+            return self._run_plan(plan, inputs[0])
         key = checked_key(key)
         given = inputs[0] if len(inputs) == 1 and isinstance(inputs[0], (Mapping, list, tuple)) else inputs
         model = self.model
@@ -126,7 +144,59 @@ class CompiledModel:
             return model.apply_bound(held, params, buffers=buffers, key=key, outputs=list(self._wanted))
         x64 = jax.config.jax_enable_x64
         with exact_dtypes():
-            return self._run(held, params, buffers, key, x64=x64)
+            keys = [self._key() if key is None else key] if model.is_random else []
+            if params is None and buffers is None:
+                results = self._run(held, _Call(keys, x64))
+                if kinds is not None and kinds not in self._plans:
+                    self._plan(kinds, held)
+                return results
+            params = model.params if params is None else params
+            buffers = model.buffers if buffers is None else buffers
+            model.check_weights("param", params)
+            model.check_weights("buffer", buffers)
+            return self._run(held, _Call(keys, x64, params, buffers, {**params, **buffers}))
+
+    def warm_up(
+        self, examples: Mapping[str, Any] | Iterable[Mapping[str, Any]], *, progress: bool | None = None
+    ) -> CompiledModel:
+        """Compiles ahead, for several shapes at once, with the model's own params.
+
+        Args:
+            examples: One dict for each set of shapes, by input name: a tuple is the shape of an array, anything else
+                the input itself, as a call takes it. What is compiled after a graph break depends on contents, and
+                so may the first segment, so that these need inputs: one break's worth of shapes compiles what precedes
+                it.
+            progress: Show a bar; that needs tqdm. None shows it on a terminal, if tqdm is there.
+
+        Returns:
+            The compiled model itself. `cache_info` counts none of this as a hit, a miss or a call.
+
+        Raises:
+            InputError: An example does not fit the model, or a shape is given where contents matter.
+            UnsupportedOperatorError, LoweringError, ExecutionError: What a call raises.
+            ValueError: There are more examples than the cache holds.
+        """
+        examples = [examples] if isinstance(examples, Mapping) else list(examples)
+        if len(examples) > self.cache_size:
+            raise ValueError(
+                f"There are {len(examples)} examples, but cache_size is {self.cache_size}. Compile with a larger one."
+            )
+        x64 = jax.config.jax_enable_x64
+        pool = ThreadPoolExecutor(min(len(examples), os.cpu_count() or 1) or 1)
+        try:
+            with exact_dtypes():
+                keys = [jax.random.key(self.model.seed)] if self.model.is_random else []
+                call = _Call(keys, x64, counts=False)
+                states = [self._example(example) for example in examples]
+                jobs = [pool.submit(job) for job in [self._compiling(state, call) for state in states]]
+                for job in _with_progress(as_completed(jobs), len(jobs), progress):
+                    job.result()
+                for state in states:  # what follows a break takes shapes that only a run tells
+                    if not any(isinstance(x, jax.ShapeDtypeStruct) for x in state.values()):
+                        self._run(state, call, stops_early=True)
+        finally:
+            pool.shutdown(cancel_futures=True)
+        return self
 
     def __repr__(self) -> str:
         return f"CompiledModel({', '.join(map(str, self.model.inputs.values()))}; {len(self.segments)} segments)"
@@ -138,32 +208,20 @@ class CompiledModel:
 
     def cache_info(self) -> CacheInfo:
         """Hits, misses and evictions of segments, and each present segment's cost."""
-        with self._lock:
-            infos = tuple(
-                SegmentInfo(
-                    depth,
-                    explanation.spell(segment),
-                    segment.nodes,
-                    segment.calls,
-                    segment.trace_seconds,
-                    segment.compile_seconds,
-                )
-                for depth, cache in sorted(self._segments.items())
-                for segment in cache.values()
-            )
-            return CacheInfo(self._hits, self._misses, self._evictions, infos)
+        return self._cache.info()
 
     def cache_clear(self) -> None:
         """Forgets every segment, its executable, and the prepared weights."""
-        with self._lock:
-            self._segments.clear()
+        with self._building:
+            self._cache.clear()
+            self._plans.clear()
             self._prepared.clear()
             self._roots.clear()
 
     @property
     def segments(self) -> list[Segment]:
         """The present segments, in the order of a run."""
-        return [segment for _, cache in sorted(self._segments.items()) for segment in cache.values()]
+        return list(self._cache)
 
     def explain(self) -> explanation.Explanation:
         """What the graph was compiled to: its segments, and each break with the reason for it. Print it."""
@@ -171,64 +229,158 @@ class CompiledModel:
 
     # -- running
 
-    def _run(
-        self,
-        held: dict[ir.Value, Any],
-        params: Mapping[str, Any] | None,
-        buffers: Mapping[str, Any] | None,
-        key: jax.Array | None,
-        *,
-        x64: bool,
-    ) -> dict[str, Any]:
-        """Runs on checked inputs; `x64` is the caller's setting."""
-        model = self.model
-        own = params is None and buffers is None
-        if not own:
-            params = model.params if params is None else params
-            buffers = model.buffers if buffers is None else buffers
-            model.check_weights("param", params)
-            model.check_weights("buffer", buffers)
-            given = {**params, **buffers}
-        keys = [self._key() if key is None else key] if model.is_random else []
+    def _run(self, held: Mapping[ir.Value, Any], call: _Call, *, stops_early: bool = False) -> dict[str, Any]:
+        """Runs on checked inputs; `stops_early` leaves the last segment out, once it is compiled."""
         state: dict[ir.Value, Any] = {value: _widened(value, array) for value, array in held.items()}
         stage = self._root(state)
         # Strings that are returned as they are given pass no segment.
         results: dict[str, Any] = {n: state[v] for n, v in self._wanted.items() if v in state and is_host(state[v])}
-        while True:
-            segment, arguments = self._segment(stage, state, params, own)
-            executable = segment.executable(own_params=own)
-            if own:
-                if executable.values is None:
-                    self._prepare(segment, executable)
-                weights = executable.values
-            else:
-                weights = [_compute(segment, weight, given.__getitem__) for weight in executable.weights]
-            leaves = jax.tree.leaves(arguments) if segment.is_nested else arguments
-            started = time.perf_counter()
-            if not x64 and segment.is_wide and (differentiated(leaves) or differentiated(weights)):
-                flat = transposed_exactly(executable.function, weights, [*leaves, *keys])
-            else:
-                followed = executable.rounding is None or any(isinstance(x, Tracer) for x in (*leaves, *weights))
-                function = executable.function if followed else executable.rounding
-                flat = function(weights, [*leaves, *keys])
-            if segment.calls == 0:
-                segment.compile_seconds = time.perf_counter() - started
-            segment.calls += 1
-            carried, emitted = segment.unpack(flat)
-            results.update(emitted)
-            results.update(segment.known_outputs)
-            if not segment.breaks:
-                break
-            state = {**{value: state[value] for value in segment.passed}, **carried}
-            self._run_breaks(segment, state, params, buffers, keys, x64=x64)
-            after = self._after(segment, state)
-            for name, value in stage.pending_outputs.items():
-                if name not in results and value in state and name not in after.pending_outputs:
-                    results[name] = model.declared(value, state[value])
-            stage = after
-            if not stage.work:
-                break
+        while stage is not None:
+            segment, arguments = self._segment(stage, state, call)
+            if stops_early and not segment.breaks:
+                self._compiling(state, call, stage)()
+                return {}
+            # Nothing but `state` and `results` holds on to arrays here, so that those that are done with are freed.
+            state = {value: state[value] for value in segment.passed}
+            self._execute(segment, arguments, call, state, results)
+            stage, state = self._continued(segment, state, call, results) if segment.breaks else (None, {})
         return {name: returned(name, results[name]) for name in self._wanted}
+
+    def _continued(
+        self, segment: Segment, state: dict[ir.Value, Any], call: _Call, results: dict[str, Any]
+    ) -> tuple[Stage | None, dict[ir.Value, Any]]:
+        """Runs the segment's breaks. Returns the stage after them, or None at the end, and the values that it needs."""
+        self._run_breaks(segment, state, call)
+        after = self._after(segment, state)
+        for name, value in segment.stage.pending_outputs.items():
+            if name not in results and value in state and name not in after.pending_outputs:
+                results[name] = self.model.declared(value, state[value])
+        if not after.work:
+            return None, {}
+        return after, {value: state[value] for value in (*after.arrays, *after.host)}
+
+    def _execute(
+        self,
+        segment: Segment,
+        arguments: list[Any],
+        call: _Call,
+        state: dict[ir.Value, Any],
+        results: dict[str, Any],
+    ) -> None:
+        """Runs a segment. What it hands on joins `state`, requested outputs join `results`; `arguments` is emptied."""
+        executable = segment.executable(own_params=call.weights is None)
+        given = [*(jax.tree.leaves(arguments) if segment.is_nested else arguments), *call.keys]
+        arguments.clear()
+        try:
+            weights = self._weights(segment, executable, call)
+            is_traced = any(isinstance(x, Tracer) for x in given) or (
+                call.weights is not None and any(isinstance(x, Tracer) for x in weights)
+            )
+            function = executable.function if is_traced or executable.rounding is None else executable.rounding
+            if is_traced:
+                if not call.x64 and segment.is_wide and (differentiated(given) or differentiated(weights)):
+                    function = functools.partial(transposed_exactly, function)
+            elif not executable.is_compiled:
+                self._compile(segment, executable, lambda: function.lower(weights, given))
+        except jax.errors.JaxRuntimeError as error:
+            raise _failure(segment, error) from error
+        carried, emitted = segment.unpack(_launch(segment, function, weights, given, counts=call.counts))
+        if any(isinstance(x, Padded) for values in (carried, emitted) for x in values.values()):
+            carried, emitted = self._cut(segment, carried, emitted, call)
+        state.update(carried)
+        results.update(emitted)
+        results.update(segment.known_outputs)
+
+    def _cut(
+        self, segment: Segment, carried: dict[ir.Value, Any], emitted: dict[str, Any], call: _Call
+    ) -> tuple[dict[ir.Value, Any], dict[str, Any]]:
+        """A segment's results without padding, for which the lengths are read: that is what some breaks are for."""
+        started = time.perf_counter()
+        values = cut({**carried, **emitted})
+        breaks = [needed.node for needed in segment.breaks if needed.is_length]
+        for node in breaks:
+            size = np.dtype(np.int64).itemsize
+            self._count_break(segment, node, (time.perf_counter() - started) / len(breaks), size, call)
+        return {value: values[value] for value in carried}, {name: values[name] for name in emitted}
+
+    def _plan(self, kinds: Any, held: Mapping[ir.Value, Any]) -> None:
+        """Makes the plan for further inputs of these kinds, after a call with such; None if they need more."""
+        stage = self._root(held)
+        plan = None
+        is_exact = all(_widened(value, array) is array for value, array in held.items())
+        if is_exact and not (self.model.is_random or stage.static or stage.host):
+            segment, _ = self._segment(stage, held, _Call([], x64=True, counts=False))
+            executable = segment.executable(own_params=True)
+            is_alone = not segment.breaks and set(segment.emitted) == set(self._wanted)
+            if is_alone and segment.returns_arrays and not segment.is_nested and executable.is_compiled:
+                function = executable.function if executable.rounding is None else executable.rounding
+                outputs = [(name, segment.emitted.index(name)) for name in self._wanted]
+                names = [value.name for value in stage.arrays]
+                plan = _Plan(segment, function, executable.values, names, outputs)
+        with self._building:
+            if plan is None or plan.segment in self._cache:
+                self._plans[kinds] = plan
+
+    def _run_plan(self, plan: _Plan, given: Mapping[str, Any]) -> dict[str, Any]:
+        self._cache.touch(plan.segment)
+        arguments = [given[name] for name in plan.arguments]
+        with jax.enable_x64(True):
+            flat = _launch(plan.segment, plan.function, plan.weights, arguments)
+        return {name: flat[place] for name, place in plan.outputs}
+
+    def _compile(self, segment: Segment, executable: Executable, lower: Callable[[], jax.stages.Lowered]) -> None:
+        """Compiles an executable, unless that is done, or another thread does it: then it waits."""
+        with executable.lock:
+            if executable.is_compiled:
+                return
+            started = time.perf_counter()
+            lower().compile()  # JAX finds it again when the function is called
+            seconds = time.perf_counter() - started
+            segment.compile_seconds += seconds
+            executable.is_compiled = True
+        telemetry.record(telemetry.Compile, seconds, **segment.labels)
+
+    # -- ahead of calls
+
+    def _example(self, example: Mapping[str, Any]) -> dict[ir.Value, Any]:
+        """An example's checked inputs, with a `jax.ShapeDtypeStruct` where it only gives a shape."""
+        if not isinstance(example, Mapping):
+            raise InputError(f"An example is a {type(example).__name__}. Give a dict of shapes by input name.")
+        specs = {**self.model.inputs, **self.model.overridable_inputs}
+        shapes = {
+            name: jax.ShapeDtypeStruct(shape, specs[name].dtype)
+            for name, shape in example.items()
+            if isinstance(shape, tuple) and name in specs and specs[name].kind == "tensor"
+        }
+        for name, shape in shapes.items():
+            if is_host(np.empty(0, shape.dtype)):
+                raise InputError(f"The input {name!r} holds no numbers. Give an example of it rather than its shape.")
+        blank = {name: np.broadcast_to(np.zeros((), s.dtype), s.shape) for name, s in shapes.items()}
+        held = self.model.bind_inputs({**example, **blank})
+        return {value: shapes.get(value.name, _widened(value, array)) for value, array in held.items()}
+
+    def _compiling(self, state: Mapping[ir.Value, Any], call: _Call, stage: Stage | None = None) -> Callable[[], None]:
+        """Traces the segment that `state` needs. Returns what compiles it, which may be called in a thread."""
+        segment, arguments = self._segment(self._root(state) if stage is None else stage, state, call)
+        executable = segment.executable(own_params=True)
+        if executable.is_compiled:
+            return lambda: None
+        given = [*(jax.tree.leaves(arguments) if segment.is_nested else arguments), *call.keys]
+        function = executable.function if executable.rounding is None else executable.rounding
+        try:
+            lowered = function.lower(self._weights(segment, executable, call), given)
+        except jax.errors.JaxRuntimeError as error:
+            raise _failure(segment, error) from error
+
+        def compile_() -> None:
+            try:
+                self._compile(segment, executable, lambda: lowered)
+            except jax.errors.JaxRuntimeError as error:
+                raise _failure(segment, error) from error
+
+        return compile_
+
+    # -- stages, segments and breaks
 
     def _key(self) -> jax.Array:
         """The model's own key for the next call: the first is the one that `run` takes."""
@@ -242,12 +394,10 @@ class CompiledModel:
             work = self.model.program.work(self.model.graph, tuple(self._wanted.values()))
             arrays = [value for value, host in kinds if not host]
             stage = Stage(work, arrays, {}, [v for v, host in kinds if host], dict(self._wanted), set(self._static))
-            self._roots[kinds] = stage
+            stage = self._roots.setdefault(kinds, stage)  # another thread may have made it meanwhile
         return stage
 
-    def _segment(
-        self, stage: Stage, state: Mapping[ir.Value, Any], params: Mapping[str, Any] | None, own: bool
-    ) -> tuple[Segment, list[Any]]:
+    def _segment(self, stage: Stage, state: Mapping[ir.Value, Any], call: _Call) -> tuple[Segment, list[Any]]:
         """The segment that continues from `stage` with values of these shapes, and its arguments."""
         while True:
             static = {v: _readable(v, state[v]) for v in stage.arrays if self._is_static(v, state[v], stage)}
@@ -255,24 +405,46 @@ class CompiledModel:
             signature = Signature(
                 tuple(_shape(x) for x in arguments),
                 tuple((v.name, x.dtype.str, x.shape, x.tobytes()) for v, x in static.items()),
-                None if own else tuple(p.dtype for p in params.values()),
+                None if call.params is None else tuple(p.dtype for p in call.params.values()),
             )
-            segment = self._find(stage, signature)
+            segment = self._cache.find(stage, signature, counts=call.counts)
+            if segment is None:
+                segment = self._build(stage, signature, static, arguments, call)
             if segment is not None:
                 return segment, arguments
-            with self._building:
-                segment = self._find(stage, signature)  # another thread may have built it meanwhile
-                if segment is not None:
-                    return segment, arguments
-                avals = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x) for x in arguments]
-                weights = self.model.shapes["param"] if own else params
-                try:
-                    segment = Segment(self.model, stage, signature, static, avals, weights)
-                except Promote as needed:
-                    stage.static |= needed.values
-                    continue
-                self._keep(segment)
-                return segment, arguments
+
+    def _build(
+        self,
+        stage: Stage,
+        signature: Signature,
+        static: Mapping[ir.Value, np.ndarray],
+        arguments: Sequence[Any],
+        call: _Call,
+    ) -> Segment | None:
+        """A new segment, in the cache; None if further inputs turn out to be static."""
+        with self._building:
+            segment = self._cache.find(stage, signature, counts=call.counts)
+            if segment is not None:  # another thread has built it meanwhile
+                return segment
+            avals = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x) for x in arguments]
+            params = self.model.shapes["param"] if call.params is None else call.params
+            try:
+                segment = Segment(self.model, stage, signature, static, avals, params)
+            except Promote as needed:
+                stage.static |= needed.values
+                return None
+            gone, advice = self._cache.keep(segment, counts=call.counts)
+            if gone:
+                self._plans.clear()
+                used = used_weights(self._cache)
+                self._prepared = {key: value for key, value in self._prepared.items() if key in used}
+        telemetry.record(telemetry.Trace, segment.trace_seconds, **segment.labels, nodes=segment.nodes)
+        for evicted in gone:
+            seconds = evicted.trace_seconds + evicted.compile_seconds
+            telemetry.record(telemetry.Eviction, seconds, **evicted.labels)
+        if advice:
+            warnings.warn(advice, RecompileWarning, stacklevel=5)
+        return segment
 
     def _is_static(self, value: ir.Value, array: Any, stage: Stage) -> bool:
         """Whether the contents of `array` belong to the signature: as the caller wishes, or since they are small and
@@ -281,91 +453,115 @@ class CompiledModel:
             return False
         return value in self._static or (array.ndim <= 1 and array.size <= SMALL)
 
-    def _find(self, stage: Stage, signature: Signature) -> Segment | None:
-        with self._lock:
-            cache = self._segments.get(stage.depth)
-            if cache is None or (stage, signature) not in cache:
-                return None
-            self._hits += 1
-            cache.move_to_end((stage, signature))
-            return cache[stage, signature]
-
-    def _keep(self, segment: Segment) -> None:
-        with self._lock:
-            self._misses += 1
-            cache = self._segments.setdefault(segment.stage.depth, OrderedDict())
-            cache[segment.stage, segment.signature] = segment
-            while len(cache) > self.cache_size:
-                cache.popitem(last=False)
-                self._evictions += 1
-
-    def _run_breaks(
-        self,
-        segment: Segment,
-        state: dict[ir.Value, Any],
-        params: Mapping[str, Any] | None,
-        buffers: Mapping[str, Any] | None,
-        keys: Sequence[jax.Array],
-        *,
-        x64: bool,
-    ) -> None:
+    def _run_breaks(self, segment: Segment, state: dict[ir.Value, Any], call: _Call) -> None:
         """Runs the segment's breaks eagerly; their results join `state`."""
         model = self.model
-        nodes = [needed.node for needed in segment.breaks if not _decides_branch(needed.node)]
+        for needed in segment.breaks:
+            if needed.only_reads and not needed.is_length:
+                self._run_break(segment, needed.node, needed.values(), state, call, lambda: None)
+        nodes = [needed.node for needed in segment.breaks if not needed.only_reads]
         outputs = [value for node in nodes for value in node.outputs]
         held = {**segment.stage.known, **segment.known, **state}
         for value in {v for node in nodes for v in model.program.operands(node)} & model.weight_values.keys():
             kind, name = model.weight_values[value]
-            given = params if kind == "param" else buffers
+            given = call.params if kind == "param" else call.buffers
             held[value] = model.weight(name) if given is None else given[name]
         scopes = []
 
         def run(arrays: dict[int, Any]) -> dict[int, Any]:
             """The breaks' results that are arrays, by position; the others are in the scope."""
             with model.lowering_dtypes():
-                scope = model.scope({**held, **{order[i]: x for i, x in arrays.items()}}, {}, next(iter(keys), None))
-                Evaluation(model.program).run(nodes, scope)
+                values = {**held, **{order[i]: x for i, x in arrays.items()}}
+                scope = model.scope(values, {}, next(iter(call.keys), None))
+                evaluation = Evaluation(model.program)
+                for needed in segment.breaks:
+                    if not needed.only_reads:
+                        read = _operands_read(model, needed, scope)
+                        evaluate = functools.partial(evaluation.run, [needed.node], scope)
+                        self._run_break(segment, needed.node, read, scope.values, call, evaluate)
             scopes.append(scope)
             return {i: x for i, v in enumerate(outputs) if isinstance(x := scope.values[v], jax.Array)}
 
-        order = list(held)
-        followed = {i: held[v] for i, v in enumerate(order) if not x64 and differentiated([held[v]])}
-        arrays = transposed_exactly(run, followed) if followed else run({})
-        state.update({v: arrays[i] if i in arrays else scopes[-1].values[v] for i, v in enumerate(outputs)})
+        if nodes:
+            order = list(held)
+            followed = {i: held[v] for i, v in enumerate(order) if not call.x64 and differentiated([held[v]])}
+            arrays = transposed_exactly(run, followed) if followed else run({})
+            state.update({v: arrays[i] if i in arrays else scopes[-1].values[v] for i, v in enumerate(outputs)})
         for bind in segment.binds:
             state.update({v: {**held, **state}[source] for v, source in zip(bind.outputs, bind.sources, strict=True)})
+
+    def _run_break(
+        self,
+        segment: Segment,
+        node: ir.Node,
+        operands: Iterable[ir.Value],
+        values: Mapping[ir.Value, Any],
+        call: _Call,
+        evaluate: Callable[[], object],
+    ) -> None:
+        """Waits for what a break reads, evaluates it, and counts that."""
+        started = time.perf_counter()
+        read = [x for v in dict.fromkeys(operands) if isinstance(x := values.get(v), jax.Array)]
+        try:
+            jax.block_until_ready([x for x in read if not isinstance(x, Tracer)])
+        except jax.errors.JaxRuntimeError as error:  # the segment's own: it was still running
+            raise _failure(segment, error) from error
+        evaluate()
+        size = sum(x.size * x.dtype.itemsize for x in read)
+        self._count_break(segment, node, time.perf_counter() - started, size, call)
+
+    def _count_break(self, segment: Segment, node: ir.Node, seconds: float, size: int, call: _Call) -> None:
+        if call.counts:
+            segment.break_tallies[node].add(seconds, size)
+        name = node.name or node.outputs[0].name or ""
+        operator = operator_name(node)
+        telemetry.record(telemetry.Break, seconds, **segment.labels, node=name, operator=operator, host_bytes=size)
 
     def _after(self, segment: Segment, state: Mapping[ir.Value, Any]) -> Stage:
         """What is left after the segment and its breaks, given which of the values that there are now are arrays."""
         kinds = tuple((value, is_host(x)) for value, x in state.items())
-        if kinds not in segment.after:
-            before = segment.stage
+        after = segment.after.get(kinds)
+        if after is None:
+            before, operands = segment.stage, self.model.program.operands
             done = {*segment.emitted, *segment.known_outputs}
-            segment.after[kinds] = Stage(
+            needed = {v for w in segment.after_work for v in (w.sources if isinstance(w, Bind) else operands(w))}
+            after = Stage(
                 segment.after_work,
-                [value for value, host in kinds if not host],
+                [value for value, host in kinds if not host and value in needed],
                 {**before.known, **segment.known},
-                [value for value, host in kinds if host],
+                [value for value, host in kinds if host and value in needed],
                 {n: v for n, v in before.pending_outputs.items() if n not in done and v not in state},
-                {needed.node.inputs[0] for needed in segment.breaks if _decides_branch(needed.node)},
+                {needed.node.inputs[0] for needed in segment.breaks if needed.only_reads and not needed.is_length},
                 before.depth + 1,
             )
-        return segment.after[kinds]
+            after = segment.after.setdefault(kinds, after)  # another thread may have made it meanwhile
+        return after
 
     # -- weights
+
+    def _weights(self, segment: Segment, executable: Executable, call: _Call) -> list[Any]:
+        """What the executable takes as weights: the prepared ones, or the call's."""
+        if executable.values is None:
+            self._prepare(segment, executable)
+        if call.weights is None:
+            return executable.values
+        named = zip(executable.names, executable.values, strict=True)
+        return [call.weights[name] if name else value for name, value in named]
 
     def _prepare(self, segment: Segment, executable: Executable) -> None:
         """Computes the prepared weights that the segment needs and no other has computed yet."""
         with self._building:
             as_they_are = {weight.key for weight in executable.weights} | self._prepared.keys()
-            for weight in executable.weights:
-                if weight.key in self._prepared:
-                    continue
-                value = self._prepared[weight.key] = _compute(segment, weight, self.model.weight)
-                restore = inverse(weight)
-                if restore is not None and weight.sources[0][1] not in as_they_are:
-                    self.model.replace_weight(weight.sources[0][1], value, restore)
-            executable.values = [self._prepared[weight.key] for weight in executable.weights]
+            values = []
+            for weight, name in zip(executable.weights, executable.names, strict=True):
+                value = None if name else self._prepared.get(weight.key)
+                if value is None and not name:
+                    value = self._prepared[weight.key] = _compute(segment, weight, self.model.weight)
+                    restore, source = inverse(weight), weight.sources[0][1]
+                    if restore is not None and source and source not in as_they_are:
+                        self.model.replace_weight(source, value, restore)
+                values.append(value)
+            executable.values = values
 
 
 def _compute(segment: Segment, weight: Weight, original: Callable[[str], Any]) -> Any:
@@ -376,8 +572,83 @@ def _compute(segment: Segment, weight: Weight, original: Callable[[str], Any]) -
     return evaluate(weight.operations, environment, [weight.ref])[0]
 
 
+def _kinds(given: Any) -> Any:
+    """Names, shapes and dtypes of inputs, if all are concrete arrays; else None."""
+    if type(given) is not dict:
+        return None
+    kinds = []
+    for name, x in given.items():
+        if type(x) is not np.ndarray and (not isinstance(x, jax.Array) or isinstance(x, Tracer)):
+            return None
+        kinds.append((name, x.shape, x.dtype))
+    return tuple(kinds)
+
+
+def _launch(
+    segment: Segment,
+    function: Callable[[list[Any], list[Any]], list[Any]],
+    weights: list[Any],
+    arguments: list[Any],
+    *,
+    counts: bool = True,
+) -> list[Any]:
+    """Calls a segment's executable, counts that, and tells of it."""
+    started = time.perf_counter()
+    try:
+        flat = function(weights, arguments)
+        if telemetry.is_wanted(telemetry.SegmentRun):
+            jax.block_until_ready([x for x in flat if not isinstance(x, Tracer)])
+    except jax.errors.JaxRuntimeError as error:
+        raise _failure(segment, error) from error
+    seconds = time.perf_counter() - started
+    if counts:
+        segment.tally.add(seconds)
+    telemetry.record(telemetry.SegmentRun, seconds, **segment.labels)
+    return flat
+
+
+def _operands_read(model: Model, needed: Break, scope: Scope) -> list[ir.Value]:
+    """The operands of a break whose contents its lowering takes."""
+    lowering = model.program.bind(needed.node, scope).lowering
+    if lowering is None:
+        return needed.values()
+    taken = {*lowering.known, *lowering.reads}
+    operands = [v for i, v in enumerate(needed.node.inputs) if v is not None and lowering.operand(i) in taken]
+    return operands or needed.values()
+
+
+def _failure(segment: Segment, error: Exception) -> ExecutionError:
+    """XLA's error, with what a user knows of the segment."""
+    names, labels = segment.node_names, segment.labels
+    place = f"Segment {labels['depth']} of {labels['model']} for {labels['signature']}"
+    largest = ", ".join(f"{name} with {size} bytes" for name, size in segment.largest)
+    return ExecutionError(
+        f"{place}, {len(names)} nodes from {names[0]} to {names[-1]}, failed: {str(error)[:1000]}\n"
+        f"Its largest results are those of {largest}. Call it with smaller inputs, or free memory of the device."
+        if names
+        else f"{place} failed: {error}",
+        segment=place,
+        nodes=names,
+    )
+
+
+def _with_progress(jobs: Iterator[Any], total: int, wanted: bool | None) -> Iterable[Any]:
+    """`jobs`, with a bar that counts them."""
+    if wanted is False or (wanted is None and not sys.stderr.isatty()):
+        return jobs
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        if wanted:
+            raise
+        return jobs
+    return tqdm(jobs, total=total, desc="compile", unit="shape")
+
+
 def _readable(value: ir.Value, array: Any) -> np.ndarray:
     """The contents of a value that decides a shape or a branch."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        raise InputError(f"The contents of {value.name!r} decide a shape or a branch. Give the input, not its shape.")
     held = contents(array)
     if held is None:
         raise GraphBreakError(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transmuter.lowering.evaluation import describe, operator_name, origin
@@ -19,23 +19,29 @@ class BreakReport:
         operator: `domain::Name`.
         operand: The operand whose contents it needs.
         origin: The values that lead to that operand, itself first.
+        runs, seconds, host_bytes: How often it ran, how long that took, and how many bytes of operands were read.
     """
 
     node: str
     operator: str
     operand: str
     origin: tuple[str, ...]
+    runs: int = field(default=0, compare=False)
+    seconds: float = field(default=0.0, compare=False)
+    host_bytes: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
 class SegmentReport:
-    """A segment: its place in a run, its signature, how many nodes it evaluates, what it cost, and the breaks after
-    it."""
+    """A segment: its place in a run, its signature, how many nodes it evaluates, how often the cache had it, how often
+    it ran and how long that took (until JAX had taken the work on), what it cost, and the breaks after it."""
 
     depth: int
     signature: str
     nodes: int
+    hits: int
     calls: int
+    seconds: float
     trace_seconds: float
     compile_seconds: float
     breaks: tuple[BreakReport, ...]
@@ -49,8 +55,13 @@ class Explanation:
 
     @property
     def breaks(self) -> tuple[BreakReport, ...]:
-        """Every break, once."""
-        return tuple(dict.fromkeys(b for segment in self.segments for b in segment.breaks))
+        """Every break, once, with what it took after all segments together."""
+        found: dict[BreakReport, BreakReport] = {}
+        for b in (b for segment in self.segments for b in segment.breaks):
+            a = found.setdefault(b, replace(b, runs=0, seconds=0.0, host_bytes=0))
+            runs, seconds, size = a.runs + b.runs, a.seconds + b.seconds, a.host_bytes + b.host_bytes
+            found[b] = replace(b, runs=runs, seconds=seconds, host_bytes=size)
+        return tuple(found.values())
 
     def __str__(self) -> str:
         if not self.segments:
@@ -67,42 +78,35 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(segments: Sequence[Segment]) -> Explanation:
+def explain(segments: Iterable[Segment]) -> Explanation:
     """Reports on compiled segments."""
-    return Explanation(
-        tuple(
-            SegmentReport(
-                s.stage.depth,
-                spell(s),
-                s.nodes,
-                s.calls,
-                s.trace_seconds,
-                s.compile_seconds,
-                tuple(map(_report, s.breaks)),
-            )
-            for s in segments
-        )
+    return Explanation(tuple(map(report, segments)))
+
+
+def report(segment: Segment) -> SegmentReport:
+    """Reports on one segment."""
+    return SegmentReport(
+        segment.stage.depth,
+        segment.labels["signature"],
+        segment.nodes,
+        segment.hits,
+        segment.tally.runs,
+        segment.tally.seconds,
+        segment.trace_seconds,
+        segment.compile_seconds,
+        tuple(_break_report(segment, needed) for needed in segment.breaks),
     )
 
 
-def _report(needed: Any) -> BreakReport:
-    node = needed.node
+def _break_report(segment: Segment, needed: Any) -> BreakReport:
+    node, tally = needed.node, segment.break_tallies[needed.node]
     operand = node.inputs[needed.position] if needed.position < len(node.inputs) else None
-    chain = tuple(origin(operand)) if operand is not None else ()
-    return BreakReport(node.name or node.outputs[0].name or describe(node), operator_name(node), needed.operand, chain)
-
-
-def spell(segment: Segment) -> str:
-    """A segment's signature, as `name dtype[shape]` of each argument and the contents of static ones."""
-    values = [v for v in segment.stage.arrays if v not in segment.static]
-    parts = [f"{v.name} {_spell(x)}" for v, x in zip(values, segment.signature.arguments, strict=True)]
-    parts += [f"{v.name} = {x.tolist()}" for v, x in segment.static.items()]
-    return ", ".join(parts) or "no arguments"
-
-
-def _spell(shape: Any) -> str:
-    if shape is None:
-        return "absent"
-    if shape and isinstance(shape[0], tuple) and len(shape) == 2 and not isinstance(shape[1], tuple):
-        return f"{shape[1].name}{list(shape[0])}"
-    return f"sequence of {len(shape)}"
+    return BreakReport(
+        node.name or node.outputs[0].name or describe(node),
+        operator_name(node),
+        needed.operand,
+        tuple(origin(operand)) if operand is not None else (),
+        tally.runs,
+        tally.seconds,
+        tally.host_bytes,
+    )

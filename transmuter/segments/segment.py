@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ import numpy as np
 import onnx_ir as ir
 
 from transmuter.lowering.arrays import HALVES, in_jax, is_float, is_known, traced
-from transmuter.lowering.evaluation import HOST, PENDING, Bind, Break, Evaluation, Work
+from transmuter.lowering.evaluation import HOST, PENDING, Bind, Break, Evaluation, Work, describe
+from transmuter.lowering.padding import Padded, is_open
 from transmuter.model import Model
 from transmuter.segments import preparation
 
@@ -51,6 +53,23 @@ class Signature:
     """Dtypes of given params, where they differ from the model's."""
 
 
+@dataclass
+class Tally:
+    """How often something ran, how long that took, and how many bytes the host read for it."""
+
+    runs: int = 0
+    seconds: float = 0.0
+    host_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, seconds: float, host_bytes: int = 0) -> None:
+        """Counts one more run; threads may do so at the same time."""
+        with self._lock:
+            self.runs += 1
+            self.seconds += seconds
+            self.host_bytes += host_bytes
+
+
 class Promote(Exception):
     """Tracing needs the contents of these arguments, which are small: they become part of the signature."""
 
@@ -69,8 +88,12 @@ class Segment:
         binds: Outputs of inlined branches that exist when those have run.
         after: The stages after those have run, by which values are arrays then.
         is_nested: Whether an argument is a sequence, or absent.
-        trace_seconds, compile_seconds: What building it took; compiling includes the first run.
-        calls: How often it has run.
+        trace_seconds, compile_seconds: What building it took.
+        tally: How often it has run, and the time until JAX had taken that on.
+        break_tallies: The same of its breaks, by node; these wait for the operands that they read.
+        hits: How often the cache was asked for it and had it.
+        returns_arrays: Whether each requested output is one array, not padded, nor a sequence.
+        largest: The nodes with the largest results, and the bytes of these.
     """
 
     def __init__(
@@ -83,7 +106,7 @@ class Segment:
         params: Mapping[str, Any],
     ):
         self.model, self.stage, self.signature, self.static = model, stage, signature, dict(static)
-        self.calls, self.compile_seconds = 0, 0.0
+        self.tally, self.hits, self.compile_seconds = Tally(), 0, 0.0
         self.breaks: list[Break] = []
         self.binds: list[Bind] = []
         self.after: dict[Any, Stage] = {}
@@ -94,8 +117,10 @@ class Segment:
         self.is_nested = not all(isinstance(aval, jax.ShapeDtypeStruct) for aval in avals)
         self._arguments = [v for v in stage.arrays if v not in static]
         self._executables: dict[bool, Executable] = {}
+        self._lock = threading.Lock()
         started = time.perf_counter()
         self._trace(static, avals, params)
+        self.break_tallies = {needed.node: Tally() for needed in self.breaks}
         self.trace_seconds = time.perf_counter() - started
 
     def _trace(self, static: Mapping[ir.Value, np.ndarray], avals: Sequence[Any], params: Mapping[str, Any]) -> None:
@@ -158,30 +183,33 @@ class Segment:
     def _results(self, scope: Any, waiting: list[Work], structure: list[Any]) -> list[Any]:
         """Sorts what the segment has computed into what it hands on and what is a requested output."""
         stage = self.stage
-        broken = [needed.node for needed in self.breaks]
-        there = {v for node in broken if not _decides_branch(node) for v in node.outputs}
+        broken = {needed.node: needed for needed in self.breaks if not needed.only_reads}
+        there = {v for node in broken for v in node.outputs}
         self.after_work: list[Work] = []
         for item in waiting:
             if isinstance(item, Bind) and all(v in there or scope[v] is not PENDING for v in item.sources):
                 self.binds.append(item)
                 there.update(item.outputs)
-            elif item not in broken or _decides_branch(item):
+            elif item not in broken:
                 self.after_work.append(item)
         needed: dict[ir.Value, None] = {}
         for item in waiting:
             values = item.sources if isinstance(item, Bind) else self.model.program.operands(item)
             needed.update(dict.fromkeys(values))
         produced = {v for item in waiting for v in item.outputs}
+        self._work = [item for item in stage.work if isinstance(item, ir.Node) and produced.isdisjoint(item.outputs)]
+        sizes = [(sum(_nbytes(scope[v]) for v in node.outputs if v in scope.values), node) for node in self._work]
+        self.largest = [(describe(node), size) for size, node in sorted(sizes, key=lambda s: -s[0])[:3]]
         weights = self.model.weight_values
         emitted: dict[str, Any] = {}
         for name, value in stage.pending_outputs.items():
             result = scope[value]
             if result is PENDING or result is HOST:
                 continue
-            if is_known(result):
+            if is_known(result) and not is_open(result):
                 self.known_outputs[name] = self.model.declared(value, result)
             else:
-                emitted[name] = self.model.declared(value, jax.tree.map(traced, result))
+                emitted[name] = self.model.declared(value, _handed_on(result))
         self.emitted = list(emitted)
         carried: dict[ir.Value, Any] = {}
         self.passed: list[ir.Value] = []
@@ -191,11 +219,12 @@ class Segment:
             result = scope[value]
             if result is HOST or value in self._arguments:
                 self.passed.append(value)
-            elif is_known(result):
+            elif is_known(result) and not is_open(result):
                 self.known[value] = result
             elif result is not PENDING:
-                carried[value] = jax.tree.map(traced, result)
+                carried[value] = _handed_on(result)
         self.carried = list(carried)
+        self.returns_arrays = all(isinstance(x, jax.Array) for x in emitted.values())
         flat, tree = jax.tree.flatten((list(carried.values()), list(emitted.values())))
         structure.append(tree)
         return flat
@@ -204,14 +233,44 @@ class Segment:
 
     def executable(self, *, own_params: bool) -> Executable:
         """The compiled function for the model's own params, which are prepared, or for given ones, which are not."""
-        if own_params not in self._executables:
+        found = self._executables.get(own_params)
+        if found is not None:
+            return found
+        with self._lock:
+            if own_params in self._executables:  # another thread has made it meanwhile
+                return self._executables[own_params]
             cut = preparation.split(self._flat, self._names, self._inputs, prepare=own_params)
             rounds = any(getattr(aval, "dtype", None) in HALVES for aval in self._flat.avals)
             rounding = (
                 jax.jit(cut.function(), compiler_options={"xla_allow_excess_precision": False}) if rounds else None
             )
-            self._executables[own_params] = Executable(cut.weights, jax.jit(cut.function()), rounding)
-        return self._executables[own_params]
+            names = ["" if own_params or w.operations else w.sources[0][1] for w in cut.weights]
+            self._executables[own_params] = Executable(cut.weights, names, jax.jit(cut.function()), rounding)
+            return self._executables[own_params]
+
+    @property
+    def executables(self) -> list[Executable]:
+        """Those that there are: for the model's own params, and for given ones."""
+        return list(self._executables.values())
+
+    @property
+    def calls(self) -> int:
+        """How often it has run."""
+        return self.tally.runs
+
+    @functools.cached_property
+    def labels(self) -> dict[str, Any]:
+        """What events say of it: the model's name, the depth, and the signature as text."""
+        arguments = zip(self._arguments, self.signature.arguments, strict=True)
+        parts = [f"{value.name} {_spell(shape)}" for value, shape in arguments]
+        parts += [f"{value.name} = {_spell_contents(array)}" for value, array in self.static.items()]
+        signature = ", ".join(parts) or "no arguments"
+        return {"model": self.model.name, "depth": self.stage.depth, "signature": signature}
+
+    @property
+    def node_names(self) -> list[str]:
+        """How messages call the nodes that it evaluates."""
+        return [describe(node) for node in self._work]
 
     @functools.cached_property
     def is_wide(self) -> bool:
@@ -233,21 +292,48 @@ class Executable:
     """A jitted function of the values of `weights` and a segment's arguments."""
 
     weights: list[preparation.Weight]
+    names: list[str]
+    """Of the weights that each call gives, the names; `""` for those in `values`."""
     function: Callable[[list[Any], list[Any]], list[Any]]
     rounding: Callable[[list[Any], list[Any]], list[Any]] | None
     """The same where it computes in half precision, with every step rounded, as eagerly; XLA leaves roundings out if it
     may. JAX takes such an option at top level only: not under `grad`."""
     values: list[Any] | None = None
-    """The prepared weights' values, once they are computed."""
+    """The prepared weights' values, once they are computed; None for those that each call gives."""
+    is_compiled: bool = False
+    """Whether XLA has compiled it; what JAX makes of it for a gradient is not meant."""
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Held while it compiles."""
 
 
-def _decides_branch(item: Work) -> bool:
-    """Whether a break only has to read the operand: an `If`, whose branch then belongs to the next segment."""
-    return isinstance(item, ir.Node) and item.op_type == "If" and item.domain in ("", "ai.onnx")
+def _handed_on(result: Any) -> Any:
+    """A value as arrays; the length of a padded one is counted in nothing that outlives the trace."""
+    return replace(result, source=None) if isinstance(result, Padded) else jax.tree.map(traced, result)
+
+
+def _spell(shape: Any) -> str:
+    """What a signature records of an argument, as `dtype[shape]`."""
+    if shape is None:
+        return "absent"
+    if shape and isinstance(shape[0], tuple) and len(shape) == 2 and not isinstance(shape[1], tuple):
+        return f"{shape[1].name}{list(shape[0])}"
+    return f"sequence of {len(shape)}"
+
+
+def _spell_contents(array: np.ndarray) -> str:
+    return str(array.tolist()) if array.size <= SMALL else f"{array.dtype.name}{list(array.shape)} of certain contents"
+
+
+def _nbytes(value: Any) -> int:
+    """The size of an array, or of a sequence's arrays."""
+    leaves = jax.tree.leaves(value)
+    return sum(x.size * x.dtype.itemsize for x in leaves if hasattr(x, "dtype") and hasattr(x.dtype, "itemsize"))
 
 
 def is_host(value: Any) -> bool:
     """Whether a value of this kind stays outside of segments: strings, 6-bit floats, maps, and sequences of them."""
     if isinstance(value, (list, tuple)):
         return any(is_host(item) for item in value)
-    return isinstance(value, (str, dict)) or (isinstance(value, np.ndarray) and not in_jax(value.dtype))
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind not in "biufc" and not in_jax(value.dtype)
+    return isinstance(value, (str, dict))
