@@ -13,7 +13,7 @@ from comparison import assert_equal
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
-from onenode import one_node, ort_node, run_node
+from onenode import one_node, ort_node, reference_node, run_node
 
 import transmuter
 from transmuter.lowering import image
@@ -87,24 +87,72 @@ def test_a_region_counts_on_axes_that_keep_their_length() -> None:
     np.testing.assert_allclose(y, [[1, 1.5, 2, 2.5, 3]])
 
 
-@pytest.mark.parametrize("policy", ["not_larger", "not_smaller"])
-def test_aspect_ratio_of_some_axes(policy: str) -> None:
-    x = draw(2, 7, 3, 5)
-    attributes = {"keep_aspect_ratio_policy": policy, "axes": [2, 3], "mode": "linear"}
-    expected = resize(x, sizes=np.array([4, 9]), **attributes, run=ort_node)
-    assert_equal(resize(x, sizes=np.array([4, 9]), **attributes), expected, rtol=1e-4, atol=1e-5)
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    axes=st.sampled_from([None, [2, 3], [3, 2], [3]]),
+    policy=st.sampled_from(["stretch", "not_larger", "not_smaller"]),
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    mode=st.sampled_from(["nearest", "linear", "cubic"]),
+    antialias=st.booleans(),
+    coefficients=st.tuples(st.sampled_from([-0.5, -0.75]), st.integers(0, 1)),
+)
+def test_resize_of_some_axes_as_onnx_runtime(axes, policy, sizes, mode, antialias, coefficients) -> None:
+    x = draw(1, 2, 3, 5)
+    attributes = {"mode": mode, "keep_aspect_ratio_policy": policy if axes else "stretch"}
+    attributes |= {"antialias": 1} if antialias and mode != "nearest" else {}
+    if mode == "cubic":
+        attributes["cubic_coeff_a"], attributes["exclude_outside"] = coefficients
+    target = np.array([1, 2, *sizes] if axes is None else sizes[: len(axes)])
+    expected = resize(x, sizes=target, run=ort_node, **attributes, **({"axes": axes} if axes else {}))
+    assert_equal(resize(x, sizes=target, **attributes, **({"axes": axes} if axes else {})), expected, atol=1e-5)
+    if axes:  # negative ones ONNX Runtime confuses
+        negative = [axis - 4 for axis in axes]
+        assert_equal(resize(x, sizes=target, **attributes, axes=negative), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(("op", "opset"), [("Upsample", 7), ("Upsample", 9), ("Resize", 10)])
-@pytest.mark.parametrize("mode", ["nearest", "linear"])
-def test_before_version_11(op: str, opset: int, mode: str) -> None:
-    x = draw(1, 2, 4, 5)
-    for factors in ((2, 3), (1.5, 2.3), *([(0.6, 0.4)] if op == "Resize" else [])):
-        scales = np.array([1, 1, *factors], np.float32)
-        args = ([x], {"mode": mode, "scales": scales.tolist()}) if opset == 7 else ([x, scales], {"mode": mode})
-        known = [] if opset == 7 else [1]
-        expected = ort_node(op, *args, opset=opset, known=known)[0]
-        assert_equal(run_node(op, *args, opset=opset, known=known)[0], expected, rtol=1e-4, atol=1e-5)
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    opset=st.sampled_from([11, 13, 18]),
+    mode=st.sampled_from(["nearest", "linear"]),
+    sizes=st.tuples(st.sampled_from([3, 6, 2]), st.sampled_from([4, 2, 7]), st.sampled_from([5, 9, 1])),
+    transformation=st.sampled_from(["half_pixel", "asymmetric", "align_corners", "tf_half_pixel_for_nn"]),
+)
+def test_resize_of_three_dimensions_as_onnx_runtime(opset, mode, sizes, transformation) -> None:
+    """Version 11 cannot go without a region of interest."""
+    transformation = "half_pixel" if transformation.startswith("tf") and opset > 11 else transformation
+    x, target = draw(1, 1, 3, 4, 5), {"roi": np.zeros(0, np.float32), "sizes": np.array([1, 1, *sizes])}
+    target |= {"scales": np.zeros(0, np.float32)} if opset == 11 else {}
+    attributes = {"mode": mode, "coordinate_transformation_mode": transformation, "opset": opset}
+    assert_equal(resize(x, **target, **attributes), resize(x, **target, **attributes, run=ort_node), atol=1e-5)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    version=st.sampled_from([("Upsample", 7), ("Upsample", 9), ("Resize", 10)]),
+    mode=st.sampled_from(["nearest", "linear"]),
+    shape=st.sampled_from([(1, 2, 4, 5), (2, 1, 1, 3), (4, 5)]),
+    factors=st.sampled_from([(2, 3), (1.5, 2.3), (1, 2), (3, 1), (0.6, 0.4), (2, 0.5)]),
+    dtype=st.sampled_from([np.float32, np.int32, np.uint8, np.int8]),
+)
+def test_before_version_11(version, mode, shape, factors, dtype) -> None:
+    """Where an interpolated number is an integer but for rounding, truncation gives that or its neighbour."""
+    (op, opset), factors = version, [max(f, 1) if version[0] == "Upsample" else f for f in factors]
+    assume(all(int(f * n) for f, n in zip(factors, shape[-2:], strict=True)))
+    x = (RNG.integers(0, 100, shape) if np.dtype(dtype).kind in "iu" else draw(*shape)).astype(dtype)
+    scales = np.array([*[1] * (len(shape) - 2), *factors], np.float32)
+    run = lambda run, x: (
+        run(op, [x], {"mode": mode, "scales": scales.tolist()}, opset=opset)[0]
+        if opset == 7
+        else run(op, [x, scales], {"mode": mode}, opset=opset, known=[1])[0]
+    )
+    expected, actual = run(ort_node, x), run(run_node, x)
+    if dtype == np.float32 or mode == "nearest":
+        assert_equal(actual, expected, rtol=1e-4, atol=1e-5)
+        return
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    exact = run(run_node, x.astype(np.float32))
+    for y in (actual, expected):
+        assert ((np.trunc(exact - 1e-3) <= y) & (y <= np.trunc(exact + 1e-3))).all()
 
 
 def test_upsample_1() -> None:
@@ -160,20 +208,29 @@ def test_resize_refuses() -> None:
 SAMPLING = list(itertools.product(["nearest", "linear", "cubic"], ["zeros", "border", "reflection"], [0, 1]))
 
 
-@pytest.mark.parametrize(("mode", "padding", "align"), SAMPLING)
-def test_grid_sample_as_onnx_runtime(mode: str, padding: str, align: int) -> None:
-    attributes = {"mode": mode, "padding_mode": padding, "align_corners": align}
-    x, grid = draw(2, 3, 4, 5), RNG.uniform(-1.6, 1.6, (2, 6, 7, 2)).astype(np.float32)
+@pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
+@settings(max_examples=15, deadline=None)
+@given(
+    padding=st.sampled_from(["zeros", "border", "reflection"]),
+    align=st.integers(0, 1),
+    shape=st.sampled_from([(2, 3, 4, 5), (1, 1, 1, 3), (0, 2, 3, 3), (1, 2, 3, 4, 5), (1, 1, 2, 1, 2)]),
+    far=st.sampled_from([1.0, 1.0, 20.0]),
+    dtype=st.sampled_from([np.float32, np.float64]),
+    opset=st.sampled_from([16, 20, 22]),
+)
+def test_grid_sample_as_onnx_runtime(mode, padding, align, shape, far, dtype, opset) -> None:
+    if mode == "cubic" or opset == 16:
+        shape = shape[:4]
+    x, points = draw(*shape).astype(dtype), [3, 4, 2][: len(shape) - 2]
+    grid = far * RNG.uniform(-1.6, 1.6, (shape[0], *points, len(points))).astype(dtype)
     if padding == "border" and mode == "cubic":  # ONNX Runtime clips both coordinates as soon as one is outside
         grid = grid.clip(-0.999, 0.999)
-    expected = ort_node("GridSample", [x, grid], attributes, opset=20)
-    assert_equal(run_node("GridSample", [x, grid], attributes, opset=20)[0], expected[0], rtol=1e-4, atol=1e-4)
-    old = {**attributes, "mode": {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)}
-    assert_equal(run_node("GridSample", [x, grid], old, opset=16)[0], expected[0], rtol=1e-4, atol=1e-4)
-    if mode != "cubic":
-        x, grid = draw(1, 2, 3, 4, 5), RNG.uniform(-1.6, 1.6, (1, 3, 2, 4, 3)).astype(np.float32)
-        expected = ort_node("GridSample", [x, grid], attributes, opset=20)
-        assert_equal(run_node("GridSample", [x, grid], attributes, opset=20)[0], expected[0], rtol=1e-4, atol=1e-4)
+    if opset == 16:
+        x, grid = x.astype(np.float32), grid.astype(np.float32)
+        mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
+    attributes = {"mode": mode, "padding_mode": padding, "align_corners": align}
+    expected = ort_node("GridSample", [x, grid], attributes, opset=opset)
+    assert_equal(run_node("GridSample", [x, grid], attributes, opset=opset), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_grid_sample_far_outside_and_of_single_elements() -> None:
@@ -194,13 +251,21 @@ def test_grid_sample_of_integers_keeps_them() -> None:
     assert y.tolist() == [[[[2**24 + 1, 9]]]]
 
 
-@pytest.mark.parametrize("align", [0, 1])
-@pytest.mark.parametrize("lengths", [(3, 4), (2, 2), (2, 3, 4)])
-def test_affine_grid_as_onnx_runtime(align: int, lengths: tuple[int, ...]) -> None:
-    theta, size = draw(2, len(lengths), len(lengths) + 1), np.array([2, 1, *lengths])
-    expected = ort_node("AffineGrid", [theta, size], {"align_corners": align}, opset=20, known=[1])
-    (grid,) = run_node("AffineGrid", [theta, size], {"align_corners": align}, opset=20, known=[1])
-    assert_equal(grid, expected[0], rtol=1e-5, atol=1e-5)
+@settings(max_examples=15, deadline=None)
+@given(
+    align=st.integers(0, 1),
+    lengths=st.sampled_from([(3, 4), (2, 2), (2, 3, 4), (1, 3), (2, 1, 1)]),
+    batch=st.sampled_from([2, 1]),
+    dtype=st.sampled_from([np.float32, np.float64]),
+)
+def test_affine_grid_as_onnx_runtime(align, lengths, batch, dtype) -> None:
+    theta, size = draw(batch, len(lengths), len(lengths) + 1).astype(dtype), np.array([batch, 1, *lengths])
+    args = "AffineGrid", [theta, size], {"align_corners": align}
+    node = reference_node if align and 1 in lengths else ort_node
+    with np.errstate(divide="ignore"):
+        expected = node(*args, opset=20, known=[1])
+    (grid,) = run_node(*args, opset=20, known=[1])
+    assert_equal(grid, expected[0].astype(dtype), rtol=1e-5, atol=1e-5)
 
 
 def test_gradients() -> None:

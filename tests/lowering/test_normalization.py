@@ -209,8 +209,8 @@ def test_scales_broadcast(op: str, shape: tuple[int, ...]) -> None:
     dtype=st.sampled_from([np.float32, np.float64, np.float16]),
 )
 def test_groups_as_onnx_runtime(shape, filling, opset, groups, epsilon, dtype) -> None:
-    """GroupNormalization in the reference evaluator, which cannot reshape an empty array. (Large numbers cancel each other
-    in ONNX Runtime's InstanceNormalization.)"""
+    """GroupNormalization in the reference evaluator, which cannot reshape an empty array. (Large numbers cancel each
+    other in ONNX Runtime's InstanceNormalization.)"""
     instances = opset in (6, 22)
     if instances:
         dtype, filling = np.float32, min(filling, 1.0)
