@@ -333,7 +333,7 @@ def _grid_sample(X, Grid, *, align_corners=0, mode="bilinear", padding_mode="zer
 
 @operator(known=("size",))
 def AffineGrid(theta, size, *, align_corners):
-    """With align_corners the only point of an axis is at -1, as the operator's function has it; in ONNX Runtime at 0."""
+    """With align_corners the only point of an axis is at -1, as in the operator's function; in ONNX Runtime at 0."""
     lengths = dims(size)[2:]
     centers = [(2 * np.arange(n) + 1) / n - 1 for n in lengths]
     if align_corners:
