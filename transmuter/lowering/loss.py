@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
 from transmuter.lowering.arrays import Array, cast
 from transmuter.lowering.elementwise import widened
+from transmuter.lowering.reduction import log_softmax
 from transmuter.lowering.registry import operator
 
 
@@ -19,7 +19,8 @@ def _negative_log_likelihood(
     labels = jnp.where(labels < 0, jnp.full_like(labels, log_prob.shape[1]), labels)
     weight = jnp.ones((), log_prob.dtype) if weights is None else jnp.take(weights, labels, axis=0)
     weight = jnp.where(counts, weight, jnp.zeros_like(weight))
-    loss = -weight * jnp.take_along_axis(log_prob, labels[:, None], axis=1)[:, 0]
+    picked = jnp.take_along_axis(log_prob, labels[:, None], axis=1)[:, 0]
+    loss = jnp.where(counts, -weight * picked, jnp.zeros_like(picked))  # where it is ignored, it may be NaN
     if reduction == "none":
         return loss
     if reduction == "sum":
@@ -37,6 +38,6 @@ def NegativeLogLikelihoodLoss(input, target, weight=None, *, ignore_index, reduc
 
 @operator()
 def SoftmaxCrossEntropyLoss(scores, labels, weights=None, *, ignore_index, reduction):
-    log_prob = jax.nn.log_softmax(widened(scores), axis=1)
+    log_prob = log_softmax(widened(scores), 1, scores.dtype)
     loss = NegativeLogLikelihoodLoss(log_prob, labels, weights, ignore_index=ignore_index, reduction=reduction)
     return cast(loss, scores.dtype), cast(log_prob, scores.dtype)

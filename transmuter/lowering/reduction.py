@@ -85,7 +85,7 @@ def ReduceL1(x, axes):
 @_reduction
 def ReduceL2(x, axes):
     """The derivative where all elements are 0 is 0."""
-    return _positive(ReduceSumSquare(_as_float(x), axes), xp.sqrt, 0)
+    return guarded(ReduceSumSquare(_as_float(x), axes), xp.sqrt, 0)
 
 
 @_reduction
@@ -103,7 +103,7 @@ def ReduceLogSumExp(x, axes):
     x = _as_float(x)
     largest = ReduceMax(lax.stop_gradient(x) if isinstance(x, jax.Array) else x, axes)
     largest = xp.where(xp.isfinite(largest), largest, 0)
-    return xp.add(_positive(ReduceSum(xp.exp(xp.subtract(x, largest)), axes), xp.log, -np.inf), largest)
+    return xp.add(guarded(ReduceSum(xp.exp(xp.subtract(x, largest)), axes), xp.log, -np.inf), largest)
 
 
 def _extreme(x: Array, which: str) -> float | int | bool:
@@ -117,7 +117,7 @@ def _as_float(x: Array) -> Array:
     return x if is_float(x) else cast(x, np.float64)
 
 
-def _positive(x: Array, function: Callable[[Array], Array], at_zero: float) -> Array:
+def guarded(x: Array, function: Callable[[Array], Array], at_zero: float) -> Array:
     """`function` of a sum that may be 0, where its derivative would be infinite: there it is 0."""
     zero = xp.equal(x, 0)
     return xp.where(zero, at_zero, function(xp.where(zero, 1, x)))
@@ -224,7 +224,8 @@ def _softmax(x: jax.Array, axis: int, kind: np.dtype) -> jax.Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _log_softmax(x: jax.Array, axis: int, kind: np.dtype) -> jax.Array:
+def log_softmax(x: jax.Array, axis: int, kind: np.dtype) -> jax.Array:
+    """The logarithm of the softmax; nothing is rounded to `kind`. Rows of -inf alone leave no NaN in a gradient."""
     shifted = x - jnp.max(x, axis=axis, keepdims=True)
     return shifted - jnp.log(jnp.sum(jnp.exp(shifted), axis=axis, keepdims=True))
 
@@ -241,12 +242,12 @@ def _(axis, kind, primals, tangents):
     return _softmax(x, axis, kind), weights * dx - weights * jnp.sum(weights * dx, axis=axis, keepdims=True)
 
 
-@_log_softmax.defjvp
+@log_softmax.defjvp
 def _(axis, kind, primals, tangents):
     (x,), (dx,) = primals, tangents
-    return _log_softmax(x, axis, kind), dx - jnp.sum(_weights(x, axis) * dx, axis=axis, keepdims=True)
+    return log_softmax(x, axis, kind), dx - jnp.sum(_weights(x, axis) * dx, axis=axis, keepdims=True)
 
 
 _along_axis("Softmax", _softmax)
-_along_axis("LogSoftmax", _log_softmax)
+_along_axis("LogSoftmax", log_softmax)
 _along_axis("Hardmax", _hardmax, differentiable=False)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from transmuter.lowering.arrays import cast, traced
+from transmuter.lowering.reduction import guarded
 from transmuter.lowering.registry import operator
 
 _DOMAIN = "ai.onnx.preview.training"
@@ -43,7 +44,7 @@ def Adagrad(R, T, *inputs, norm_coefficient, decay_factor, epsilon):
     def update(x, gradient, squares):
         gradient = norm_coefficient * x + gradient
         squares = squares + gradient * gradient
-        return x - cast(rate, x.dtype) * gradient / (jnp.sqrt(squares) + epsilon), squares
+        return x - cast(rate, x.dtype) * gradient / (guarded(squares, jnp.sqrt, 0) + epsilon), squares
 
     return _step(update, inputs, 3)
 
@@ -57,7 +58,7 @@ def Adam(R, T, *inputs, alpha, beta, epsilon, norm_coefficient, norm_coefficient
         gradient = norm_coefficient * x + gradient
         mean = alpha * mean + (1 - alpha) * gradient
         squares = beta * squares + (1 - beta) * gradient * gradient
-        moved = x - cast(rate, x.dtype) * mean / (jnp.sqrt(squares) + epsilon)
+        moved = x - cast(rate, x.dtype) * mean / (guarded(squares, jnp.sqrt, 0) + epsilon)
         return (1 - norm_coefficient_post) * moved, mean, squares
 
     return _step(update, inputs, 4)
