@@ -79,7 +79,7 @@ def LabelEncoder(X, *, classes_strings, default_int64, default_string):
     return _mapped(X, np.arange(len(classes_strings)), _strings(classes_strings), default_string)
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def LabelEncoder_2(
     X,
     *,
@@ -121,7 +121,7 @@ def CategoryMapper(X, *, cats_int64s, cats_strings, default_int64, default_strin
     return _mapped(X, names, numbers, default_int64) if is_string(X) else _mapped(X, numbers, names, default_string)
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def OneHotEncoder(X, *, cats_int64s, cats_strings, zeros):
     categories = _one_of(cats_int64s=cats_int64s, cats_strings=cats_strings)
     place = _place(X, _strings(categories)) if is_string(X) else _place(cast(X, np.int64), np.array(categories))
@@ -133,7 +133,7 @@ def OneHotEncoder(X, *, cats_int64s, cats_strings, zeros):
 # ---- maps -----------------------------------------------------------------------------------------------------------
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def CastMap(X, *, cast_to, map_form, max_map):
     values = dict(sorted(X.items()))
     if map_form == "SPARSE":
@@ -147,7 +147,7 @@ def CastMap(X, *, cast_to, map_form, max_map):
     return np.array([[convert(v or 0) for v in values.values()]], kind)
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def DictVectorizer(X, *, int64_vocabulary, string_vocabulary):
     vocabulary = _one_of(int64_vocabulary=int64_vocabulary, string_vocabulary=string_vocabulary)
     if unknown := X.keys() - set(vocabulary):
@@ -180,7 +180,7 @@ def ArrayFeatureExtractor(X, Y):
     return picked.reshape(1, -1) if X.ndim == 1 else picked
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def Binarizer(X, *, threshold):
     return cast(jnp.greater(X, cast(np.float32(threshold), X.dtype)), X.dtype)
 
@@ -528,7 +528,7 @@ def _floats(values: Sequence[float] | None, tensor: np.ndarray | None = None) ->
     return np.array(values, np.float32) if values is not None else None if tensor is None else tensor.reshape(-1)
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def TreeEnsembleRegressor(
     X,
     *,
@@ -574,7 +574,7 @@ def TreeEnsembleRegressor(
     return cast(_transformed(scores, post_transform), np.float32)
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def TreeEnsembleClassifier(
     X,
     *,
@@ -636,7 +636,7 @@ def _split_at_nan(values: np.ndarray) -> list[list[float]]:
     return [part[~np.isnan(part)].tolist() for part in parts]
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def TreeEnsemble_5(
     X,
     *,
