@@ -1,4 +1,4 @@
-"""Files that ONNX Runtime has saved after optimising them for this CPU: the domain com.microsoft.nchwc."""
+"""Files that ONNX Runtime has saved after optimising them: the domain com.microsoft.nchwc, and fused operators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import onnxruntime
 import pytest
 from building import info, model_of
 from comparison import assert_equal
+from conftest import MATERIAL
 from onnx import helper, numpy_helper
+from test_models import load_recorded
 
 import transmuter
 from transmuter.lowering import contrib_nchwc
@@ -102,21 +104,24 @@ def pools() -> onnx.ModelProto:
     return net.model(*(net.conv(y, 16, 64, 1) for y in grown))
 
 
-def saved(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-    """What ONNX Runtime writes after all of its optimisations."""
+def session(model: onnx.ModelProto | Path, level: str, save_to: Path | None = None) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
-    options.optimized_model_filepath = str(path)
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
     options.log_severity_level = 4
-    onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    if save_to:
+        options.optimized_model_filepath = str(save_to)
+    given = str(model) if isinstance(model, Path) else model.SerializeToString()
+    return onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
+
+
+def saved(model: onnx.ModelProto | Path, path: Path, level: str = "ORT_ENABLE_ALL") -> onnx.ModelProto:
+    """What ONNX Runtime writes after its optimisations, by default all of them."""
+    session(model, level, path)
     return onnx.load(path)
 
 
-def ort(model: onnx.ModelProto, x: np.ndarray) -> list[np.ndarray]:
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return session.run(None, {"x": x})
+def ort(model: onnx.ModelProto, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+    return session(model, "ORT_DISABLE_ALL").run(None, inputs)
 
 
 NETWORKS = {
@@ -141,8 +146,28 @@ def test_a_file_saved_after_optimisation_computes_the_same(network: Any, tmp_pat
     x = np.random.default_rng(1).normal(size=(2, *shape)).astype(np.float32)
     with jax.numpy_dtype_promotion("strict"):
         actual = transmuter.compile(transmuter.load(optimised), {"x": x})({"x": x})
-    assert_equal([np.asarray(y) for y in actual.values()], ort(optimised, x), rtol=1e-5, atol=1e-5)
-    assert_equal([np.asarray(y) for y in actual.values()], ort(given, x), rtol=1e-5, atol=1e-5)
+    assert_equal([np.asarray(y) for y in actual.values()], ort(optimised, {"x": x}), rtol=1e-5, atol=1e-5)
+    assert_equal([np.asarray(y) for y in actual.values()], ort(given, {"x": x}), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not (MATERIAL / "zoo" / "zoo.json").exists(), reason="no recorded models")
+@pytest.mark.parametrize(
+    ("name", "level", "operators"),
+    [
+        ("bert-embeddings/onnx/model_q4.onnx", "ORT_ENABLE_BASIC", {"MatMulNBits"}),
+        ("bert-embeddings/onnx/model_quantized.onnx", "ORT_ENABLE_EXTENDED", {"DynamicQuantizeMatMul", "Gelu"}),
+        ("bert-optimized/onnx/model_O3.onnx", "ORT_ENABLE_ALL", {"Attention", "FastGelu", "SkipLayerNormalization"}),
+        ("resnet/onnx/model.onnx", "ORT_ENABLE_ALL", {"Conv", "MaxPool", "GlobalAveragePool"}),
+        ("resnet-static-int8/onnx/model_qdq.onnx", "ORT_ENABLE_ALL", {"QLinearConv", "QLinearAdd", "NhwcMaxPool"}),
+    ],
+)
+def test_recorded_models_saved_after_optimisation(name: str, level: str, operators: set[str], tmp_path: Path) -> None:
+    recorded = load_recorded(f"zoo/{name}")
+    optimised = saved(recorded.path, tmp_path / "optimised.onnx", level)
+    assert operators <= {node.op_type for node in optimised.graph.node if node.domain}
+    inputs, _ = recorded.cases[0]
+    actual = transmuter.run(transmuter.load(optimised), inputs)
+    assert_equal([np.asarray(y) for y in actual.values()], ort(optimised, inputs), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(
