@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from comparison import assert_equal
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
-from onenode import one_node, ort_node, run_node
+from onenode import one_node, ort_node, reference_node, run_node
 
 import transmuter
 from transmuter.lowering import signal
@@ -50,6 +51,33 @@ def test_dft(real: bool, inverse: bool, onesided: bool, axis: int, length: int |
     np.testing.assert_allclose(y, wanted[..., None] if transform == "irfft" else pairs(wanted), atol=1e-9)
 
 
+@settings(max_examples=20, deadline=None)
+@given(
+    shape=st.sampled_from([(2, 5, 3), (1, 1, 1), (2, 4), (0, 4)]),
+    kind=st.sampled_from(["of reals", "of complex numbers", "inverse", "one-sided", "one-sided inverse"]),
+    from_axis=st.integers(-2, 1),
+    length=st.sampled_from([None, 1, 3, 8]),
+    opset=st.sampled_from([17, 20]),
+    dtype=st.sampled_from([np.float32, np.float64]),
+)
+def test_dft_as_onnx_runtime(shape, kind, from_axis, length, opset, dtype) -> None:
+    """As the reference evaluator for one-sided inverses of a given length, which ONNX Runtime gets wrong."""
+    parts = 1 if kind in ("of reals", "one-sided") else 2
+    x, axis = RNG.standard_normal((*shape, parts)).astype(dtype), len(shape) - 1 if from_axis < 0 else from_axis
+    axis = axis if axis < len(shape) else -2
+    inputs = [x, None if length is None else np.array(length)]
+    attributes = {"inverse": int("inverse" in kind), "onesided": int("one-sided" in kind)}
+    if opset == 17:
+        attributes["axis"] = axis
+    else:
+        inputs.append(np.array(axis))
+    kwargs = {"opset": opset, "known": [i for i, v in enumerate(inputs) if i and v is not None]}
+    assume(x.size and (kind != "one-sided inverse" or length or x.shape[axis] > 1))
+    node = reference_node if kind == "one-sided inverse" and length else ort_node
+    expected = node("DFT", inputs, attributes, **kwargs)
+    assert_equal(run_node("DFT", inputs, attributes, **kwargs)[0], expected[0].astype(dtype), rtol=1e-4, atol=1e-5)
+
+
 def test_dft_defaults() -> None:
     """Along axis 1 in version 17, along the last but one from 20 on."""
     x = RNG.standard_normal((2, 3, 4, 1)).astype(np.float32)
@@ -66,17 +94,25 @@ def test_dft_refuses() -> None:
         run_node("DFT", [x], {"axis": -1}, opset=17)
 
 
-@pytest.mark.parametrize("onesided", [0, 1])
-@pytest.mark.parametrize(("window", "length"), [(True, None), (False, 6), (True, 6)])
-def test_stft_as_onnx_runtime(onesided: int, window: bool, length: int | None) -> None:
-    x = RNG.standard_normal((2, 21, 1)).astype(np.float32)
-    inputs = [x, np.array(3), np.hanning(6).astype(np.float32) if window else None]
-    inputs += [] if length is None else [np.array(length)]
-    known = [1, 3][: 1 if length is None else 2]
-    expected = ort_node("STFT", inputs, {"onesided": onesided}, known=known)
-    for compiled in (False, True):
-        (y,) = run_node("STFT", inputs, {"onesided": onesided}, known=known, compiled=compiled)
-        np.testing.assert_allclose(y, expected[0], atol=1e-5)
+@settings(max_examples=15, deadline=None)
+@given(
+    samples=st.sampled_from([(2, 21), (1, 6), (1, 8)]),
+    parts=st.sampled_from([1, 2]),
+    onesided=st.integers(0, 1),
+    step=st.sampled_from([1, 3, 10]),
+    given_as=st.sampled_from(["a window", "a length", "both"]),
+    length=st.sampled_from([1, 5, 6]),
+    dtype=st.sampled_from([np.float32, np.float64]),
+    compiled=st.booleans(),
+)
+def test_stft_as_onnx_runtime(samples, parts, onesided, step, given_as, length, dtype, compiled) -> None:
+    x = RNG.standard_normal((*samples, 1 if onesided else parts)).astype(dtype)
+    window = None if given_as == "a length" else RNG.random(length).astype(dtype)
+    inputs = [x, np.array(step), window] + ([] if given_as == "a window" else [np.array(length)])
+    kwargs = {"known": [1, 3][: len(inputs) - 2]}
+    expected = ort_node("STFT", inputs, {"onesided": onesided}, **kwargs)
+    actual = run_node("STFT", inputs, {"onesided": onesided}, **kwargs, compiled=compiled)
+    assert_equal(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_stft_of_a_complex_signal() -> None:

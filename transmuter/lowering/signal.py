@@ -52,6 +52,7 @@ def DFT(input, dft_length=None, *, axis, inverse, onesided):
 
 @operator(known=("dft_length", "axis"))
 def DFT_20(input, dft_length=None, axis=None, *, inverse, onesided):
+    """ONNX Runtime gets one-sided inverses wrong whose length is odd or needs more bins than there are."""
     return _transform(input, _int(dft_length), -2 if axis is None else _int(axis), inverse, onesided)
 
 
