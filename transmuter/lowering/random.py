@@ -75,7 +75,8 @@ def _dropout(data: Any, ratio: Any, key: jax.Array) -> tuple[jax.Array, jax.Arra
     """The scaled elements that are kept, and which those are."""
     ratio = jnp.asarray(ratio, data.dtype)
     kept = _uniform(key, data.shape, data.dtype, 0, 1) >= ratio
-    return jnp.where(kept, data / (1 - ratio), jnp.zeros((), data.dtype)), kept
+    scale = jnp.where(kept, 1 / (1 - ratio), jnp.zeros((), data.dtype))
+    return jnp.where(kept, data * scale, jnp.zeros((), data.dtype)), kept
 
 
 def _undropped(data: Any, mask_dtype: Any, output_count: int) -> Any:
