@@ -176,6 +176,9 @@ def ZipMap(X, *, classlabels_int64s, classlabels_strings):
 @operator(domain=_DOMAIN)
 def ArrayFeatureExtractor(X, Y):
     Y = readable(Y, "Y") if is_string(X) else Y
+    held = contents(Y)
+    if held is not None and held.size and not 0 <= held.min() <= held.max() < X.shape[-1]:
+        raise ValueError(f"features {held.min()} to {held.max()} are wanted of {X.shape[-1]}")
     picked = xp.take(X, Y.reshape(-1), axis=-1)
     return picked.reshape(1, -1) if X.ndim == 1 else picked
 
@@ -213,16 +216,16 @@ def Scaler(X, *, offset, scale):
 def Normalizer(X, *, norm):
     """L1 sums magnitudes and L2 keeps signs, as ONNX Runtime does: the formulas of the specification do neither."""
     x = _float(X)
-    if norm == "MAX":
-        size = jnp.max(x, axis=-1, keepdims=True)
-    elif norm == "L1":
-        size = jnp.sum(jnp.abs(x), axis=-1, keepdims=True)
-    elif norm == "L2":
-        squares = jnp.sum(x * x, axis=-1, keepdims=True)
-        size = jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
-    else:
+    sizes = {
+        "MAX": lambda: jnp.max(x, axis=-1, keepdims=True),
+        "L1": lambda: jnp.sum(jnp.abs(x), axis=-1, keepdims=True),
+        "L2": lambda: jnp.sum(x * x, axis=-1, keepdims=True),
+    }
+    if norm not in sizes:
         raise ValueError(f"norm is {norm!r}, not MAX, L1 or L2")
-    return cast(x / jnp.where(size == 0, 1, size), np.float32)
+    size = sizes[norm]()
+    size = jnp.where(size == 0, 1, size)
+    return cast(x / (jnp.sqrt(size) if norm == "L2" else size), np.float32)
 
 
 # ---- scores ---------------------------------------------------------------------------------------------------------
@@ -263,13 +266,24 @@ def _probit(p: jax.Array) -> jax.Array:
 
 
 def _two_scores(score: jax.Array, post_transform: str, is_probability: bool) -> jax.Array:
-    """The scores of both classes from the positive one's, of shape [N, 1]: the other one is the complement of a
+    """The scores of both classes from the second one's, of shape [N, 1]: the first one's is the complement of a
     probability, else the opposite. A softmax is not taken of them, as in ONNX Runtime."""
     if post_transform == "LOGISTIC":
         return jax.nn.sigmoid(jnp.concatenate([-score, score], axis=1))
     if post_transform == "PROBIT":
         return _probit(jnp.concatenate([1 - score, score], axis=1))
     return jnp.concatenate([1 - score if is_probability else -score, score], axis=1)
+
+
+def _of_two(score: jax.Array, post_transform: str, is_probability: bool) -> tuple[jax.Array, jax.Array]:
+    """Which of two classes it is by the second one's score, and both scores."""
+    place = cast(score[:, 0] > (0.5 if is_probability else 0), np.int32)
+    return place, _two_scores(score, post_transform, is_probability)
+
+
+def _top(scores: jax.Array, eligible: Any = True) -> jax.Array:
+    """The place of the best score in each row, the first one of equals."""
+    return jnp.argmax(jnp.where(eligible, scores, -jnp.inf), axis=1)
 
 
 def _labels(place: jax.Array, int64s: Sequence[int] | None, strings: Sequence[str] | None) -> Array:
@@ -279,10 +293,6 @@ def _labels(place: jax.Array, int64s: Sequence[int] | None, strings: Sequence[st
     return cast(jnp.take(cast(jnp.asarray(np.array(int64s, np.int64)), np.int64), place), np.int64)
 
 
-def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b)
-
-
 # ---- linear models --------------------------------------------------------------------------------------------------
 
 
@@ -290,7 +300,7 @@ def _linear(X: Array, coefficients: Sequence[float], intercepts: Sequence[float]
     """`count` scores for each row of `X`, in float32. Coefficients of more features than there are have no effect."""
     x = cast(_rows(X), np.float32)
     coefficients = np.array(coefficients[: count * x.shape[1]], np.float32).reshape(count, -1)
-    scores = _matmul(x, jnp.asarray(coefficients.T))
+    scores = jnp.matmul(x, jnp.asarray(coefficients.T))
     return scores if intercepts is None else scores + np.array(intercepts, np.float32)
 
 
@@ -325,7 +335,7 @@ def _kernel(x: jax.Array, vectors: np.ndarray, kernel_type: str, kernel_params: 
     if kernel_type == "RBF":
         difference = x[:, None, :] - vectors
         return jnp.exp(-gamma * jnp.sum(difference * difference, axis=-1))
-    product = _matmul(x, vectors.T)
+    product = jnp.matmul(x, vectors.T)
     if kernel_type == "LINEAR":
         return product
     if kernel_type == "POLY":
@@ -343,7 +353,7 @@ def SVMRegressor(
     if n_supports:
         vectors = np.array(support_vectors, np.float32).reshape(n_supports, -1)
         x = _kernel(x, vectors, kernel_type, kernel_params)
-    scores = _matmul(x, jnp.asarray(coefficients[:, None])) + np.float32(rho[0])
+    scores = jnp.matmul(x, jnp.asarray(coefficients[:, None])) + np.float32(rho[0])
     if one_class:
         return jnp.where(scores > 0, jnp.float32(1), jnp.float32(-1))
     return _transformed(scores, post_transform)
@@ -371,7 +381,7 @@ def SVMClassifier(
         first = np.cumsum([0, *vectors_per_class])
         vectors = np.array(support_vectors, np.float32).reshape(first[-1], -1)
         weights, pairs = _one_against_one(np.array(coefficients, np.float32).reshape(-1, first[-1]), first)
-        scores = _matmul(_kernel(x, vectors, kernel_type, kernel_params), jnp.asarray(weights.T)) + rho
+        scores = jnp.matmul(_kernel(x, vectors, kernel_type, kernel_params), jnp.asarray(weights.T)) + rho
         votes = sum(
             jax.nn.one_hot(jnp.where(scores[:, n] > 0, i, j), len(labels), dtype=jnp.int32)
             for n, (i, j) in enumerate(pairs)
@@ -382,7 +392,7 @@ def SVMClassifier(
                 jax.nn.sigmoid(-(scores * np.array(prob_a, np.float32) + np.array(prob_b, np.float32))), pairs
             )
     else:
-        scores = _matmul(x, jnp.asarray(np.array(coefficients, np.float32).reshape(len(labels), -1).T)) + rho[0]
+        scores = jnp.matmul(x, jnp.asarray(np.array(coefficients, np.float32).reshape(len(labels), -1).T)) + rho[0]
         place = jnp.argmax(scores, axis=1)
     if scores.shape[1] == 1:
         scores = _two_scores(scores, post_transform, post_transform != "NONE")
@@ -466,18 +476,21 @@ class _Forest:
 
         return lax.fori_loop(0, self.depth, step, jnp.broadcast_to(self.roots, (len(x), len(self.roots))))
 
-    def scores(self, x: jax.Array, votes: _Votes, aggregate: str) -> jax.Array:
-        """What the trees' leaves add up to for each target, [N, targets]; 0 for a target without a vote."""
+    def scores(self, x: jax.Array, votes: _Votes, aggregate: str) -> tuple[jax.Array, jax.Array]:
+        """What the trees' leaves add up to for each target, [N, targets], and which targets have votes at all."""
         start, combine = {"MIN": (np.inf, np.minimum), "MAX": (-np.inf, np.maximum)}.get(aggregate, (0, np.add))
-        table = np.full((self.is_leaf.sum(), votes.count), start, x.dtype)
-        row = np.cumsum(self.is_leaf) - 1
-        combine.at(table, (row[votes.node], votes.target), votes.weight)
-        given = jnp.asarray(table)[jnp.asarray(row)[self.arrive(x)]]
+        shape, row = (self.is_leaf.sum(), votes.count), np.cumsum(self.is_leaf) - 1
+        table, is_voted = np.full(shape, start, x.dtype), np.zeros(shape, bool)
+        at = row[votes.node], votes.target
+        combine.at(table, at, votes.weight)
+        is_voted[at] = True
+        leaves = jnp.asarray(row)[self.arrive(x)]
+        given, voted = jnp.asarray(table)[leaves], jnp.any(jnp.asarray(is_voted)[leaves], axis=1)
         if aggregate in ("MIN", "MAX"):
             best = jnp.min(given, axis=1) if aggregate == "MIN" else jnp.max(given, axis=1)
-            return jnp.where(jnp.isinf(best), 0, best)
+            return jnp.where(voted, best, 0), voted
         total = jnp.sum(given, axis=1)
-        return total / len(self.roots) if aggregate == "AVERAGE" else total
+        return total / len(self.roots) if aggregate == "AVERAGE" else total, voted
 
 
 @dataclass(frozen=True)
@@ -493,6 +506,7 @@ class _Votes:
 def _following(mode: np.ndarray, true: np.ndarray, false: np.ndarray, missing_true: Any) -> np.ndarray:
     """`_Forest.following` of inner nodes."""
     missing = np.zeros(len(mode), bool) if missing_true is None else np.asarray(missing_true, bool)
+    missing = missing | (mode == _MODES.index("BRANCH_NEQ"))  # NaN is unequal to everything
     return np.where(np.append(_TAKEN[mode], missing[:, None], axis=1), true[:, None], false[:, None])
 
 
@@ -554,6 +568,7 @@ def TreeEnsembleRegressor(
     target_weights,
     target_weights_as_tensor,
 ):
+    """A target without a vote has its base value, where ONNX Runtime has 0."""
     x = _rows(X)
     forest, votes = _legacy(
         (target_treeids, target_nodeids, target_ids, _floats(target_weights, target_weights_as_tensor)),
@@ -567,7 +582,7 @@ def TreeEnsembleRegressor(
         falses=nodes_falsenodeids,
         missing=nodes_missing_value_tracks_true,
     )
-    scores = forest.scores(x, votes, aggregate_function)
+    scores, _ = forest.scores(x, votes, aggregate_function)
     base = _floats(base_values, base_values_as_tensor)
     if base is not None:
         scores = scores + base.astype(x.dtype)
@@ -600,13 +615,14 @@ def TreeEnsembleClassifier(
     nodes_values_as_tensor,
     post_transform,
 ):
-    """Two classes of which only one has votes have one score: a probability if no weight is negative, else a margin. If
-    both have votes, the larger score names the class; ONNX Runtime goes by whether the second one is positive."""
+    """Two classes of which only the first has votes have one score, the second one's: a probability if no weight is
+    negative, else a margin. If the second one has votes too, the larger score names the class; ONNX Runtime goes by
+    whether the second one is positive. A class without votes is not the top one, unless there are base values."""
     x, labels = _rows(X), classlabels_int64s or classlabels_strings
     weights = _floats(class_weights, class_weights_as_tensor)
-    is_binary = len(labels) <= 2 and len(set(class_ids)) == 1
+    is_binary = len(labels) == 2 and set(class_ids) == {0}
     forest, votes = _legacy(
-        (class_treeids, class_nodeids, np.zeros_like(class_ids) if is_binary else class_ids, weights),
+        (class_treeids, class_nodeids, class_ids, weights),
         1 if is_binary else len(labels),
         trees=nodes_treeids,
         ids=nodes_nodeids,
@@ -617,17 +633,14 @@ def TreeEnsembleClassifier(
         falses=nodes_falsenodeids,
         missing=nodes_missing_value_tracks_true,
     )
-    scores = forest.scores(x, votes, "SUM")
+    scores, voted = forest.scores(x, votes, "SUM")
     base = _floats(base_values, base_values_as_tensor)
     if base is not None:
-        scores = scores + base[-scores.shape[1] :].astype(x.dtype)
+        scores, voted = scores + base[-scores.shape[1] :].astype(x.dtype), True
     if is_binary:
-        is_probability = bool((weights >= 0).all())
-        place = cast(scores[:, 0] > (0.5 if is_probability else 0), np.int32)
-        scores = _two_scores(scores, post_transform, is_probability)
+        place, scores = _of_two(scores, post_transform, is_probability=bool((weights >= 0).all()))
     else:
-        place = jnp.argmax(scores, axis=1)
-        scores = _transformed(scores, post_transform)
+        place, scores = _top(scores, voted), _transformed(scores, post_transform)
     return _labels(place, classlabels_int64s, classlabels_strings), cast(scores, np.float32)
 
 
@@ -684,5 +697,5 @@ def TreeEnsemble_5(
     forest = _Forest(feature, split, _following(mode, true, false, missing), roots)
     votes = _Votes(inner + np.arange(len(leaves)), np.array(leaf_targetids), leaf_weights, n_targets)
     x = _rows(X)
-    scores = forest.scores(x, votes, ("AVERAGE", "SUM", "MIN", "MAX")[aggregate_function])
+    scores, _ = forest.scores(x, votes, ("AVERAGE", "SUM", "MIN", "MAX")[aggregate_function])
     return _transformed(scores, _TRANSFORMS[post_transform])
