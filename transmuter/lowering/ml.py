@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from transmuter.lowering.arrays import Array, cast, is_float, is_string, readable, xp
+from transmuter.lowering.arrays import Array, cast, contents, is_float, is_string, readable, xp
 from transmuter.lowering.registry import operator
 
 _DOMAIN = "ai.onnx.ml"
