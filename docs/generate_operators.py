@@ -45,11 +45,11 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
         "GlobalLpPool GlobalMaxPool GridSample InstanceNormalization LRN LpPool MaxPool MaxUnpool QLinearAveragePool "
         "QLinearConv QLinearConvTranspose Resize SpaceToDepth",
     },
-    "names a part of the graph around it and differentiates that; `jax.grad` does so": {
-        "ai.onnx.preview.training": "Gradient",
-    },
 }
 """Operators without a lowering, by reason."""
+
+NOT_COMPUTED = {"Col2Im": ["string"], "GridSample": ["string"]}
+"""Types that the schemas of standard operators allow, but that cannot be added up."""
 
 SECTIONS = {
     "ai.onnx": "The standard operators.",
@@ -58,7 +58,7 @@ SECTIONS = {
     "ai.onnx.preview.training": "Optimisers.",
     "com.microsoft": "ONNX Runtime's own operators.",
     "com.microsoft.nchwc": "What ONNX Runtime's layout optimisation writes: channels in blocks.",
-    "legacy": "Operators that only ONNX Runtime has in the domain ai.onnx, most of them from before the standard had versions.",
+    "legacy": "Operators of ai.onnx that only ONNX Runtime has, most of them from before the standard had versions.",
 }
 
 HALVES_AND_FLOATS = "float16 bfloat16 float double"
@@ -217,7 +217,8 @@ def _types(operator: Operator, outputs_only: bool = False) -> dict[str, list[str
     allowed = {c.type_param_str: list(c.allowed_type_strs) for c in schema.type_constraints}
     formals = [*([] if outputs_only else schema.inputs), *schema.outputs]
     used = dict.fromkeys(getattr(f, "type_str", None) or f.typeStr for f in formals)
-    return {name: allowed.get(name, [name]) for name in used}
+    left_out = {f"tensor({t})" for t in NOT_COMPUTED.get(operator[1], [])}
+    return {name: [t for t in allowed.get(name, [name]) if t not in left_out] for name in used}
 
 
 def _has_float_output(operator: Operator) -> bool:

@@ -14,7 +14,7 @@ settings.register_profile("ci", derandomize=True, print_blob=True)
 if os.environ.get("CI"):  # elsewhere, each run draws anew
     settings.load_profile("ci")
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "docs")]
 
 MATERIAL = Path(os.environ.get("TRANSMUTER_MATERIAL", Path(__file__).parents[2] / "shared"))
 """The folder of recorded models, which is no part of this repository; tests that use it skip without it."""

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
+import generate_operators as generator
 import onnx
 import onnxruntime
 import pytest
-
-_SPEC = importlib.util.spec_from_file_location(
-    "generate_operators", Path(__file__).parents[1] / "docs" / "generate_operators.py"
-)
-generator = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(generator)
 
 
 def test_every_operator_has_a_lowering_or_a_reason() -> None:
