@@ -239,7 +239,7 @@ def _dtypes(operator: Operator) -> str:
 def _compact(types: list[str]) -> str:
     """Types as groups: `floats, int32, int64`, or `all but string`."""
     tensors = {m.group(1) for t in types if (m := re.fullmatch(r"tensor\((\w+)\)", t))}
-    others = {"seq": "sequences", "optional": "optionals", "map": "maps"}
+    others = {"seq": "sequences", "optional": "optionals", "map": "maps", "sparse_tensor": "sparse tensors"}
     rest = dict.fromkeys(others[t.partition("(")[0]] for t in types if not t.startswith("tensor("))
     missing = [t for t in EVERY_TYPE if t not in tensors]
     listed, excluded = _grouped(tensors), _grouped(set(missing))
