@@ -411,10 +411,8 @@ def test_padded_chunks() -> None:
 
 @settings(max_examples=8, deadline=None)
 @given(st.sampled_from(["step", "chunk", "padded"]), st.sampled_from([4, 6]), st.booleans(), st.booleans(), st.data())
-def test_caches_that_hold_a_window(
-    form: str, capacity: int, biased: bool, quantized: bool, data: st.DataObject
-) -> None:
-    window, size, longest = 4, 16, 16
+def test_caches_that_hold_a_window(form: str, window: int, biased: bool, quantized: bool, data: st.DataObject) -> None:
+    capacity, size, longest = 5, 16, 16
     new = {"step": 1, "chunk": 7, "padded": 3}[form]
     batch = 1 if form == "chunk" else 2
     fresh = RNG.integers(0, new + 1, batch) if form == "padded" else np.full(batch, new)
@@ -442,6 +440,23 @@ def test_caches_that_hold_a_window(
         assert_equal(actual[0][row, : fresh[row]], expected[0][row, : fresh[row]])
         for i in (1, 2):
             assert_equal(actual[i][row, :, :held], expected[i][row, :, :held])
+
+
+def test_queries_and_keys_are_normalized() -> None:
+    q, k, v, *norms = draw(1, 2, 2, 16), draw(1, 2, 1, 16), draw(1, 2, 16), draw(16), draw(16)
+    rest, attributes = [draw(1, 1, 3, 16), draw(1, 1, 3, 16), ints(4), ints(5)], {"num_heads": 2, "kv_num_heads": 1}
+    operands = [q.reshape(1, 2, 32), k.reshape(1, 2, 16), v, *rest, *[None] * 7, *norms]
+    attributes |= {"qk_norm_epsilon": 0.1, "k_norm_epsilon": 0.2}
+    actual = run_node("GroupQueryAttention", operands, attributes, outputs=3, known=(6,), **CONTRIB)
+    q, k = (
+        x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + epsilon) * norm
+        for x, epsilon, norm in zip((q, k), np.float32([0.1, 0.2]), norms, strict=True)
+    )
+    plain = [q.reshape(1, 2, 32), k.reshape(1, 2, 16), v, *rest]
+    expected = ort_node(
+        "GroupQueryAttention", plain, {"num_heads": 2, "kv_num_heads": 1}, outputs=3, known=(6,), **CONTRIB
+    )
+    assert_equal(actual, expected)
 
 
 def test_a_window_gives_no_scores() -> None:

@@ -59,6 +59,8 @@ def _sliding(start: Array, fresh: Array, new: Any, capacity: Any, window: int) -
     Where it is full, a cache drops as many tokens as it has rows more than it needs.
     """
     drop = capacity - window + 1
+    if not 0 < window <= capacity:
+        raise ValueError(f"a cache of {capacity} tokens for a window of {window}")
 
     def first(length: Array) -> Array:
         """The position of the first token in the cache when there are so many."""
@@ -80,8 +82,8 @@ def _by_beam(cache: Array, beams: Array, past: Array) -> jax.Array:
 
 
 def stored(x: Array, cache: Array, scale: Array | None) -> Array:
-    """Keys or values in the form of a `cache`: with a scale int8, float8, or 4 bits plus 8, two to a byte."""
-    if scale is None:
+    """Keys or values in the form of a `cache`: as they are, or int8, float8, or 4 bits plus 8 and two to a byte."""
+    if cache.dtype == x.dtype:
         return x
     if cache.dtype != np.uint8:
         return quantized(x, scale, None, cache.dtype)
@@ -90,8 +92,8 @@ def stored(x: Array, cache: Array, scale: Array | None) -> Array:
 
 
 def loaded(cache: Array, scale: Array | None, kind: np.dtype) -> Array:
-    """What `stored` has put into a cache, as floats."""
-    if scale is None:
+    """What `stored` has put into a cache."""
+    if cache.dtype == kind:
         return cache
     if cache.dtype != np.uint8:
         return cast(dequantized(cache, scale), kind)
