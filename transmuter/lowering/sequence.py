@@ -61,6 +61,7 @@ def SequenceLength(input_sequence):
 
 @operator(known=("split",))
 def SplitToSequence(input, split=None, *, axis, keepdims):
+    """`keepdims` only counts without `split`; ONNX Runtime goes by it where `split` is a scalar, too."""
     size = input.shape[axis]
     sizes = np.ones((), np.int64) if split is None else split
     if sizes.ndim == 0:
