@@ -286,18 +286,53 @@ def test_values_that_grow(n: int) -> None:
     assert y.shape == (3 * n + 3,)
 
 
-def test_a_body_that_needs_contents_breaks_the_loop() -> None:
-    text = """(int64 n, float[k] x) => (float[k] y) <bool true = {1}> {
-      y = Loop (n, true, x) <body = b (int64 i, bool c, float[k] v) => (bool d, float[k] u) {
-        d = Identity (c)
-        nz = NonZero (v)
-        s = Shape (nz)
-        f = Cast<to = 1> (s)
-        r = ReduceSum<keepdims = 0> (f)
-        u = Add (v, r)
-      }>
-    }"""
-    everywhere(text, {"n": np.array(3), "x": np.array([0, 1, 0, 2], F32)}, jitted=False)
+COUNTS = """(int64 n, float[k] x) => (float[k] y) <bool true = {1}> {
+  y = Loop (n, true, x) <body = b (int64 i, bool c, float[k] v) => (bool d, float[k] u) {
+    d = Identity (c)
+    nz = NonZero (v)
+    s = STEP (nz)
+    f = Cast<to = 1> (s)
+    r = ReduceSum<keepdims = 0> (f)
+    u = Add (v, r)
+  }>
+}"""
+
+
+@pytest.mark.parametrize(("step", "jitted"), [("Shape", True), ("CumSum", False)])
+def test_a_body_that_needs_contents_breaks_the_loop(step: str, jitted: bool) -> None:
+    """How many elements are not zero is computed padded; a sum up to each cannot be."""
+    text = COUNTS.replace("STEP (nz)", "CumSum (nz, n)" if step == "CumSum" else "Shape (nz)")
+    everywhere(text, {"n": np.array(1), "x": np.array([0, 1, 0, 2], F32)}, jitted=jitted)
+
+
+SEARCH = """(float[k] x, float limit) => (float[k] y, float[m, k] h, float[j] sums)
+    <int64 most = {20}, bool true = {1}> {
+  y, h, sums = Loop (most, true, x) <body = b (int64 i, bool c, float[k] v)
+      => (bool d, float[k] u, float[k] z, float t) <float s = {1.25}> {
+    u = Mul (v, s)
+    t = ReduceSum<keepdims = 0> (u)
+    d = Less (t, limit)
+    z = Neg (u)
+  }>
+}"""
+
+
+@pytest.mark.parametrize("limit", [0, 10, 30, 1e9])
+def test_what_a_loop_with_an_early_exit_collects_stays_inside(limit: float) -> None:
+    inputs = {"x": X, "limit": np.array(limit, F32)}
+    everywhere(SEARCH, inputs, jitted=False)
+    compiled = transmuter.compile(load(SEARCH))
+    compiled(inputs)
+    assert not compiled.explain().breaks
+    text = SEARCH.replace("float[j] sums)", "float total)")
+    summed = load(text.replace("}>\n}", "}>\n  total = ReduceSum<keepdims = 0> (sums)\n}"))
+
+    def f(*inputs: Any) -> jax.Array:
+        return summed.apply(summed.params, list(inputs), outputs=["total"])["total"]
+
+    np.testing.assert_allclose(jax.jit(f)(*inputs.values()), f(*inputs.values()), rtol=1e-5)
+    slope, wanted = (jax.grad(g)(*inputs.values()) for g in (jax.jit(f), f))
+    np.testing.assert_allclose(slope, wanted, rtol=1e-5)
 
 
 def test_random_bodies_draw_anew_in_each_iteration() -> None:

@@ -33,6 +33,7 @@ from transmuter.lowering.arrays import (
     xp,
 )
 from transmuter.lowering.evaluation import Break, Subgraph
+from transmuter.lowering.padding import LIMIT, Padded
 from transmuter.lowering.registry import operator
 from transmuter.staging import staged
 
@@ -100,9 +101,11 @@ def Loop(M=None, cond=None, *v_initial, body, key):
             counted = replace(loop, state=[None, *state[1:]], moving=[j for j in moving if j > 0])
             iterate = _unroll if isinstance(trips, int) and trips <= _SHORT else _iterate
             return counted.results(*iterate(counted, counted.values, trips))
-        if loop.collected:
+        if loop.collected and not (isinstance(limit, int) and limit <= LIMIT):
             raise NeedsContents("M" if limit is None else "cond")
-        return loop.results(_while(loop, M, limit))
+        values, rows, trips = _while(loop, M, limit)
+        source = object()  # all have the length of the loop
+        return loop.results(values, [Padded(column, trips, 0, source) for column in rows])
     except _Varies:
         raise NeedsContents("M" if limit is None else "cond" if trips is None else "v_initial") from None
 
@@ -186,9 +189,10 @@ def _trips(body: Subgraph, state: Sequence[Any], limit: Any) -> Any:
     return trips if not steady or trips == 0 else min(limit, trips)
 
 
-def _while(loop: _Loop, M: Any, limit: Any) -> Sequence[Any]:
-    """The loop as a `lax.while_loop`. If its trip count has a usable bound, its derivative is that of a scan of so many
-    iterations, of which those past the end do nothing."""
+def _while(loop: _Loop, M: Any, limit: Any) -> tuple[Sequence[Any], Sequence[Any], Any]:
+    """The loop as a `lax.while_loop`: what it carries at the end, what it collects (with rows for all iterations that
+    there could be), and how many there were. If its trip count has a usable bound, its derivative is that of a scan of
+    so many iterations, of which those past the end do nothing."""
     outside, structure = jax.tree.flatten((loop.body.captured(), loop.fixed, loop.key))
     is_explicit = [isinstance(leaf, jax.Array) for leaf in outside]
     explicit = [leaf for leaf in outside if isinstance(leaf, jax.Array)]
@@ -211,28 +215,38 @@ def _while(loop: _Loop, M: Any, limit: Any) -> Sequence[Any]:
             more = jnp.asarray(True) if condition is None else traced(condition).reshape(())
             return more if most is None else more & (i < cast(most, number))
 
-        def step(i: Any, values: Sequence[Any]) -> Any:
-            values = _arrays(inner(i, values)[0], axes)
+        def step(i: Any, values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+            values, row = (_arrays(part, axes) for part in inner(i, values))
             if _kinds(values) != kinds:
                 raise _Varies
-            return values
+            return values, row
 
         return going, step
 
-    def run(explicit: Sequence[Any], initial: Sequence[Any]) -> Sequence[Any]:
+    def run(explicit: Sequence[Any], initial: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Any]:
         going, step = bind(explicit)
         start = varying(jnp.zeros((), number), axes)
-        return lax.while_loop(lambda c: going(*c), lambda c: (c[0] + 1, step(*c)), (start, initial))[1]
+        row = jax.eval_shape(step, start, initial)[1] if loop.collected else []
+        rows = [varying(jnp.zeros((max(limit, 0), *y.shape), y.dtype), axes) for y in row]
 
-    def run_bounded(explicit: Sequence[Any], initial: Sequence[Any]) -> Sequence[Any]:
+        def body(state: Any) -> Any:
+            i, values, rows = state
+            values, row = step(i, values)
+            return i + 1, values, [column.at[i].set(y) for column, y in zip(rows, row, strict=True)]
+
+        trips, values, rows = lax.while_loop(lambda state: going(*state[:2]), body, (start, initial, rows))
+        return values, rows, trips
+
+    def run_bounded(explicit: Sequence[Any], initial: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Any]:
         going, step = bind(explicit)
 
-        def masked(values: Sequence[Any], i: Any) -> tuple[Sequence[Any], None]:
+        def masked(values: Sequence[Any], i: Any) -> tuple[Sequence[Any], Any]:
             here = going(i, values)  # past the end the step starts from initial values, where it has a derivative
-            new = step(i, jax.tree.map(functools.partial(jnp.where, here), values, initial))
-            return jax.tree.map(functools.partial(jnp.where, here), new, values), None
+            new, row = step(i, jax.tree.map(functools.partial(jnp.where, here), values, initial))
+            return jax.tree.map(functools.partial(jnp.where, here), new, values), (row, here)
 
-        return lax.scan(masked, initial, varying(jnp.arange(limit, dtype=number), axes))[0]
+        values, (rows, here) = lax.scan(masked, initial, varying(jnp.arange(limit, dtype=number), axes))
+        return values, rows, jnp.sum(here, dtype=number)
 
     if isinstance(limit, int) and limit <= _BOUND:
         run = jax.custom_jvp(run)

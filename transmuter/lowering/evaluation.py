@@ -149,9 +149,9 @@ class Subgraph:
         wanted = self._outputs(outputs)
         results = self._evaluation.graph(self.graph, scope, wanted)
         for value, result in zip(wanted, results, strict=True):
-            if padding.is_open(result):  # branches and iterations have to agree in shape
+            if isinstance(result, padding.Padded):  # branches and iterations have to agree in shape
                 raise Break(value.producer() or self.graph[-1], 0, "length", is_length=True)
-        return results
+        return tuple(traced(result) if padding.has_length(result) else result for result in results)
 
     def reads(self, outputs: Sequence[int]) -> set[int]:
         """Positions of the graph's inputs which the outputs at these positions are computed from."""
@@ -566,9 +566,6 @@ class Evaluation:
                 results = self._lower(node, bound, operands, scope)
         except Break as needed:  # of a node of a subgraph or function: it is this one that waits
             raise needed if needed.node is node else Break(node, needed.position, needed.operand, needed) from None
-        except padding.NeedsLength:  # shape arithmetic that `padding` has no rule for
-            position = next(i for i, operand in enumerate(operands) if padding.is_open(operand))
-            raise Break(node, position, "length", is_length=True) from None
         except TransmuterError:
             raise
         except Exception as error:
@@ -592,8 +589,10 @@ class Evaluation:
                 closed = functools.partial(self._lower_closed, node, bound, scope)
                 return padding.apply(lowering, operands, bound.attributes, closed)
             except padding.NeedsLength:
-                position = next(i for i, operand in enumerate(operands) if padding.is_open(operand))
-                raise Break(node, position, lowering.operand(position), is_length=True) from None
+                for position, operand in enumerate(operands):
+                    if isinstance(operand, padding.Padded):
+                        raise Break(node, position, lowering.operand(position), is_length=True) from None
+                operands = [traced(o) if padding.has_length(o) else o for o in operands]
         return self._lower_closed(node, bound, scope, operands)
 
     def _lower_closed(self, node: ir.Node, bound: Bound, scope: Scope, operands: list[Any]) -> tuple[Any, ...]:
@@ -604,6 +603,8 @@ class Evaluation:
             if isinstance(value, jax.Array) and (name in lowering.known or name in lowering.reads):
                 held = contents(value)
                 if held is None:
+                    if self.promote is not None and lowering.name in padding.RATHER_KNOWN:
+                        self.promote([v for v in node.inputs[1:] if v is not None])
                     padded = self._padded(lowering, operands, bound.attributes)
                     if padded is None:
                         raise Break(node, position, name)

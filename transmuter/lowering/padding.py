@@ -21,12 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from transmuter.lowering import elementwise
-from transmuter.lowering.arrays import canonical, cast, contents, dims, is_float, traced
+from transmuter.lowering.arrays import canonical, cast, contents, dims, is_float, is_known, traced
 from transmuter.lowering.indexing import corners
 from transmuter.lowering.registry import Lowering, registered
 
 LIMIT = 4096
 """Elements up to which padding is computed rather than cut at a break, where a break is possible."""
+
+
+_MOST_DIMENSIONS = 8
 
 
 class NeedsLength(Exception):
@@ -35,9 +38,10 @@ class NeedsLength(Exception):
 
 @dataclass(frozen=True)
 class Length:
-    """A dimension of which the bound is known, and the value is traced. Lengths of one `source` are equal."""
+    """An integer among dimensions of which the value is traced, and the bound known if it is the length of something.
+    Those of one `source` are equal."""
 
-    bound: int
+    bound: int | None
     value: jax.Array = field(compare=False)
     source: Any
 
@@ -54,7 +58,7 @@ class Length:
 
     def _combined(self, sign: str, other: Any) -> Any:
         number, value = (other.bound, other.value) if isinstance(other, Length) else (other, other)
-        if isinstance(number, (int, np.integer)) and number < 0:
+        if self.bound is None or not isinstance(number, (int, np.integer)) or number < 0:
             raise NeedsLength
         if not isinstance(other, Length):
             if number == (0 if sign == "+" else 1):
@@ -70,7 +74,7 @@ class Length:
         if isinstance(other, Length):
             if self.source == other.source:
                 return True
-        elif isinstance(other, (int, np.integer)) and not 0 <= other <= self.bound:
+        elif isinstance(other, (int, np.integer)) and self.bound is not None and not 0 <= other <= self.bound:
             return False
         raise NeedsLength
 
@@ -87,7 +91,7 @@ class Length:
         return self != other and self >= other
 
     def __lt__(self, other: Any) -> bool:
-        if isinstance(other, (int, np.integer)):
+        if isinstance(other, (int, np.integer)) and self.bound is not None:
             if other <= 0:
                 return False
             if other > self.bound:
@@ -164,6 +168,26 @@ def has_length(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.dtype == object and any(isinstance(v, Length) for v in value.flat)
 
 
+def partly_known(inputs: Sequence[Any]) -> np.ndarray | None:
+    """A concatenation of known and traced dimensions as a known vector; None for arrays that are no dimensions."""
+    total = 0
+    for x in inputs:
+        if np.ndim(x) != 1 or np.dtype(x.dtype) not in (np.dtype(object), canonical(np.int64), np.dtype(np.int64)):
+            return None
+        total += np.size(x)
+    if total > _MOST_DIMENSIONS or not any(isinstance(x, np.ndarray) and x.size for x in inputs):
+        return None
+    entries: list[Any] = []
+    for x in inputs:
+        if isinstance(x, np.ndarray):
+            entries += list(x) if x.dtype == object else x.tolist()
+        else:
+            entries += [Length(None, x[i], (_Same(x), i)) for i in range(x.shape[0])]
+    vector = np.empty(total, object)
+    vector[:] = entries
+    return vector
+
+
 def is_open(value: Any) -> bool:
     """Whether only the run knows the length of a value, or a dimension that it holds."""
     return isinstance(value, Padded) or has_length(value)
@@ -182,6 +206,8 @@ def cut(values: dict[Any, Any]) -> dict[Any, Any]:
 
 # ---- where padding comes from --------------------------------------------------------------------------------------
 
+RATHER_KNOWN = {"Slice"}
+"""Those of `BOUNDED` that do better with what small inputs hold as a part of the signature, where that will do."""
 BOUNDED: dict[tuple[str, str], Callable[..., Any]] = {}
 """Operators whose result is as long as contents say, as functions that give it padded."""
 
@@ -200,6 +226,21 @@ def NonZero(x: jax.Array) -> Padded:
         raise NeedsLength
     places = jnp.nonzero(x, size=x.size, fill_value=0)
     return Padded(cast(jnp.stack(places), np.int64), _count(x != 0), 1, _Same(x))
+
+
+@_bounded()
+def Slice(data: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> Padded:
+    """One axis of which a bound is not known; a step of 1."""
+    data, count = traced(data), np.shape(starts)[0]
+    axes = np.arange(count) if axes is None else axes
+    if not isinstance(axes, np.ndarray) or count != 1 or (steps is not None and contents(steps) != 1):
+        raise NeedsLength
+    (axis,) = (int(a) % data.ndim for a in axes)
+    size = data.shape[axis]
+    start, end = (jnp.reshape(cast(traced(x), np.int64), ()) for x in (starts, ends))
+    start, end = (jnp.clip(jnp.where(x < 0, x + size, x), 0, size) for x in (start, end))
+    places = jnp.arange(size, dtype=start.dtype) + start
+    return Padded(jnp.take(data, places, axis, mode="clip"), jnp.maximum(end - start, 0), axis, _Same(start, object()))
 
 
 @_bounded()
@@ -509,7 +550,7 @@ def _flatten(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any
 def _place(shape: Sequence[Any]) -> tuple[int, Length]:
     """Where the one `Length` of a shape is, and itself."""
     found = [(i, d) for i, d in enumerate(shape) if isinstance(d, Length)]
-    if len(found) != 1:
+    if len(found) != 1 or found[0][1].bound is None:
         raise NeedsLength
     return found[0]
 
@@ -533,10 +574,12 @@ def _expand(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any:
         if sum(isinstance(d, Length) for d in shape) > isinstance(wanted, Length):
             raise NeedsLength
         return x.with_array(y, y.ndim + from_end)
+    own = (1,) * (len(shape) - np.ndim(x)) + np.shape(x)[-len(shape) or np.ndim(x) :]
+    shape = tuple(o if isinstance(d, Length) and o != 1 else d for o, d in zip(own, shape, strict=True))
+    if not any(isinstance(d, Length) for d in shape):  # what `x` has there is what it must be
+        return call([x, np.array(shape, np.int64)])
     at, length = _place(shape)
     from_end = at - len(shape)
-    if np.ndim(x) >= -from_end and np.shape(x)[from_end] != 1:
-        raise NeedsLength
     (y,) = call([x, _bounds(shape)])
     return Padded(traced(y), length.value, y.ndim + from_end, length.source)
 
@@ -551,7 +594,7 @@ def _constant(operands: list[Any], attributes: dict[str, Any], call: Call) -> An
 @_rule("Range")
 def _range(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any:
     start, limit, step = (dims(o)[0] if has_length(o) or np.ndim(o) == 0 else None for o in operands)
-    if not isinstance(limit, Length) or start != 0 or step != 1:
+    if not isinstance(limit, Length) or limit.bound is None or start != 0 or step != 1:
         raise NeedsLength
     (y,) = call([operands[0], np.array(limit.bound, np.int64), operands[2]])
     return Padded(traced(y), limit.value, 0, limit.source)
@@ -590,7 +633,8 @@ def _covers(end: Any, one: Padded) -> bool:
 @_rule("Concat")
 def _concat(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any:
     if not any(isinstance(o, Padded) for o in operands):
-        return call(operands)
+        dimensions = None if is_known(operands) else partly_known(operands)
+        return call(operands) if dimensions is None else dimensions
     one = _of(operands)
     axis = attributes["axis"] % one.ndim
     if axis == one.axis or not all(isinstance(o, Padded) and o.axis == one.axis for o in operands):

@@ -12,6 +12,7 @@ import numpy as np
 
 from transmuter.lowering.arrays import Array, cast, dims, is_known, is_string, readable, shape_vector, traced, xp
 from transmuter.lowering.creation import can_be_known, positions
+from transmuter.lowering.padding import partly_known
 from transmuter.lowering.registry import operator
 
 
@@ -156,6 +157,8 @@ def Concat(*inputs, axis=1):
 
 @operator()
 def Concat_4(*inputs, axis):
+    if not is_known(inputs) and (dimensions := partly_known(inputs)) is not None:
+        return dimensions
     return xp.concatenate(inputs, axis)
 
 
