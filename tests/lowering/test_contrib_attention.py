@@ -410,7 +410,7 @@ def test_padded_chunks() -> None:
 
 
 @settings(max_examples=8, deadline=None)
-@given(st.sampled_from(["step", "chunk", "padded"]), st.sampled_from([4, 6]), st.booleans(), st.booleans(), st.data())
+@given(st.sampled_from(["step", "chunk", "padded"]), st.sampled_from([3, 5]), st.booleans(), st.booleans(), st.data())
 def test_caches_that_hold_a_window(form: str, window: int, biased: bool, quantized: bool, data: st.DataObject) -> None:
     capacity, size, longest = 5, 16, 16
     new = {"step": 1, "chunk": 7, "padded": 3}[form]
