@@ -268,6 +268,9 @@ class CompiledModel:
         results: dict[str, Any],
     ) -> None:
         """Runs a segment. What it hands on joins `state`, requested outputs join `results`; `arguments` is emptied."""
+        results.update(segment.known_outputs)
+        if not (segment.carried or segment.emitted):  # one break follows on another
+            return
         executable = segment.executable(own_params=call.weights is None)
         given = [*(jax.tree.leaves(arguments) if segment.is_nested else arguments), *call.keys]
         arguments.clear()
@@ -276,7 +279,7 @@ class CompiledModel:
             is_traced = any(isinstance(x, Tracer) for x in given) or (
                 call.weights is not None and any(isinstance(x, Tracer) for x in weights)
             )
-            function = executable.function if is_traced or executable.rounding is None else executable.rounding
+            function = executable.function if is_traced else executable.main
             if is_traced:
                 if not call.x64 and segment.is_wide and (differentiated(given) or differentiated(weights)):
                     function = functools.partial(transposed_exactly, function)
@@ -289,7 +292,6 @@ class CompiledModel:
             carried, emitted = self._cut(segment, carried, emitted, call)
         state.update(carried)
         results.update(emitted)
-        results.update(segment.known_outputs)
 
     def _cut(
         self, segment: Segment, carried: dict[ir.Value, Any], emitted: dict[str, Any], call: _Call
@@ -309,14 +311,16 @@ class CompiledModel:
         plan = None
         is_exact = all(_widened(value, array) is array for value, array in held.items())
         if is_exact and not (self.model.is_random or stage.static or stage.host):
-            segment, _ = self._segment(stage, held, _Call([], x64=True, counts=False))
+            signature, _, _ = self._signature(stage, held, _Call([], x64=True))
+            segment = self._cache.find(stage, signature, counts=False)
+            if segment is None:  # another thread's call has needed its place
+                return
             executable = segment.executable(own_params=True)
             is_alone = not segment.breaks and set(segment.emitted) == set(self._wanted)
             if is_alone and segment.returns_arrays and not segment.is_nested and executable.is_compiled:
-                function = executable.function if executable.rounding is None else executable.rounding
                 outputs = [(name, segment.emitted.index(name)) for name in self._wanted]
                 names = [value.name for value in stage.arrays]
-                plan = _Plan(segment, function, executable.values, names, outputs)
+                plan = _Plan(segment, executable.main, executable.values, names, outputs)
         with self._building:
             if plan is None or plan.segment in self._cache:
                 self._plans[kinds] = plan
@@ -366,7 +370,7 @@ class CompiledModel:
         if executable.is_compiled:
             return lambda: None
         given = [*(jax.tree.leaves(arguments) if segment.is_nested else arguments), *call.keys]
-        function = executable.function if executable.rounding is None else executable.rounding
+        function = executable.main
         try:
             lowered = function.lower(self._weights(segment, executable, call), given)
         except jax.errors.JaxRuntimeError as error:
@@ -400,18 +404,25 @@ class CompiledModel:
     def _segment(self, stage: Stage, state: Mapping[ir.Value, Any], call: _Call) -> tuple[Segment, list[Any]]:
         """The segment that continues from `stage` with values of these shapes, and its arguments."""
         while True:
-            static = {v: _readable(v, state[v]) for v in stage.arrays if self._is_static(v, state[v], stage)}
-            arguments = [state[v] for v in stage.arrays if v not in static]
-            signature = Signature(
-                tuple(_shape(x) for x in arguments),
-                tuple((v.name, x.dtype.str, x.shape, x.tobytes()) for v, x in static.items()),
-                None if call.params is None else tuple(p.dtype for p in call.params.values()),
-            )
+            signature, static, arguments = self._signature(stage, state, call)
             segment = self._cache.find(stage, signature, counts=call.counts)
             if segment is None:
                 segment = self._build(stage, signature, static, arguments, call)
             if segment is not None:
                 return segment, arguments
+
+    def _signature(
+        self, stage: Stage, state: Mapping[ir.Value, Any], call: _Call
+    ) -> tuple[Signature, dict[ir.Value, np.ndarray], list[Any]]:
+        """What a segment is looked up by, the contents of its static arguments, and the other arguments."""
+        static = {v: _readable(v, state[v]) for v in stage.arrays if self._is_static(v, state[v], stage)}
+        arguments = [state[v] for v in stage.arrays if v not in static]
+        signature = Signature(
+            tuple(_shape(x) for x in arguments),
+            tuple((v.name, x.dtype.str, x.shape, x.tobytes()) for v, x in static.items()),
+            None if call.params is None else tuple(p.dtype for p in call.params.values()),
+        )
+        return signature, static, arguments
 
     def _build(
         self,

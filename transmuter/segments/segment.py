@@ -120,6 +120,8 @@ class Segment:
         self._lock = threading.Lock()
         started = time.perf_counter()
         self._trace(static, avals, params)
+        for needed in self.breaks:
+            _forget_frames(needed)
         self.break_tallies = {needed.node: Tally() for needed in self.breaks}
         self.trace_seconds = time.perf_counter() - started
 
@@ -304,6 +306,18 @@ class Executable:
     """Whether XLA has compiled it; what JAX makes of it for a gradient is not meant."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Held while it compiles."""
+
+    @property
+    def main(self) -> Callable[[list[Any], list[Any]], list[Any]]:
+        """What a call without gradients runs."""
+        return self.function if self.rounding is None else self.rounding
+
+
+def _forget_frames(needed: Break | None) -> None:
+    """Lets go of the frames that raised a break, and of the arrays in them."""
+    while needed is not None:
+        needed.__traceback__ = needed.__context__ = needed.__cause__ = None
+        needed = needed.inside
 
 
 def _handed_on(result: Any) -> Any:
