@@ -23,6 +23,10 @@ GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 RESULTS = {"RNN": 2, "GRU": 2, "LSTM": 3}
 WITHOUT_OWN_DEFAULTS = ["Affine", "ScaledTanh", "ThresholdedRelu"]
 ACTIVATIONS = ["Elu", "HardSigmoid", "LeakyRelu", "Relu", "Sigmoid", "Softplus", "Softsign", "Tanh"]
+HAVE_ALPHA = {"Elu", "HardSigmoid", "LeakyRelu", *WITHOUT_OWN_DEFAULTS}
+HAVE_BETA = {"HardSigmoid", "Affine", "ScaledTanh"}
+PLACES = {"RNN": 1, "GRU": 2, "LSTM": 3}
+"""How many activations a direction has."""
 HIDDEN = 6
 
 
@@ -83,9 +87,18 @@ def test_layers_match_onnxruntime(data: st.DataObject) -> None:
         attributes["linear_before_reset"] = data.draw(st.integers(0, 1))
     if op == "LSTM":
         attributes["input_forget"] = data.draw(st.integers(0, 1))
+    directions = 1 + (direction == "bidirectional")
+    if data.draw(st.booleans()):
+        names = st.sampled_from(ACTIVATIONS + WITHOUT_OWN_DEFAULTS)
+        chosen = data.draw(st.lists(names, min_size=directions * PLACES[op], max_size=directions * PLACES[op]))
+        numbers = st.sampled_from([0.2, 0.5, 0.9])
+        for name, having in (("alpha", HAVE_ALPHA), ("beta", HAVE_BETA)):
+            if count := sum(activation in having for activation in chosen):
+                attributes[f"activation_{name}"] = data.draw(st.lists(numbers, min_size=count, max_size=count))
+        attributes["activations"] = chosen
     inputs = operands(
         op,
-        directions=1 + (direction == "bidirectional"),
+        directions=directions,
         length=length,
         batch=batch,
         lens=lens,
@@ -166,14 +179,23 @@ def function(op: str, inputs: list[Any], attributes: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("op", GATES)
 def test_gradients(op: str) -> None:
-    lens = [4, 1]
-    inputs = operands(op, directions=2, length=4, batch=2, lens=lens, peepholes=op == "LSTM")
+    inputs = operands(op, directions=2, length=4, batch=3, lens=[4, 1, 0], peepholes=op == "LSTM")
     f, floats = function(op, inputs, {"direction": "bidirectional"})
     check_grads(jax.jit(f), floats, 1, modes=["rev"], rtol=2e-2, atol=2e-2)
     gradients = jax.jit(jax.grad(lambda *floats: sum(y.sum() for y in f(*floats)), range(len(floats))))
     for gradient in gradients(*floats):
         assert np.isfinite(gradient).all()
         assert np.abs(gradient).max() > 0
+
+
+@pytest.mark.parametrize("op", GATES)
+def test_no_steps(op: str) -> None:
+    """The states stay as they are. (ONNX Runtime does not set them.)"""
+    inputs = operands(op, directions=2, length=0)
+    y, *ends = run_node(op, inputs, {"hidden_size": HIDDEN, "direction": "bidirectional"}, outputs=RESULTS[op])
+    assert y.shape == (0, 2, 3, HIDDEN)
+    for end, start in zip(ends, inputs[5:7], strict=True):
+        np.testing.assert_array_equal(end, start)
 
 
 def test_transforms() -> None:
