@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import export
 from jax.test_util import check_grads
-from onenode import one_node, ort_node, run_node
+from onenode import one_node, ort_node, reference_node, run_node
 from onnx import helper
 
 import transmuter
@@ -72,6 +72,54 @@ def test_attention_equals_onnxruntime(case: tuple[list, dict, int]) -> None:
     with jax.numpy_dtype_promotion("strict"):
         actual = run_node("Attention", operands, attributes, outputs=outputs, compiled=True)
     assert_equal(actual, expected)
+
+
+@st.composite
+def masked_attentions(draws: st.DrawFn) -> tuple[list, dict, int]:
+    """Operands and attributes in which a query may see no key, and an opset."""
+    choose = lambda *options: draws(st.sampled_from(options))
+    opset, batch, queries, past, count, groups = choose(23, 24, 25), choose(2, 0), choose(3, 1), choose(0, 2), 2, 2
+    attributes: dict[str, Any] = {"is_causal": choose(0, 1), "qk_matmul_output_mode": choose(0, 1, 2, 3)}
+    attributes |= choose({}, {"softcap": 1.5}, {"softmax_precision": onnx.TensorProto.DOUBLE, "scale": 0.3})
+    if "softcap" in attributes:  # the reference caps even what comes before
+        attributes["qk_matmul_output_mode"] = max(attributes["qk_matmul_output_mode"], 1)
+    if opset == 25:
+        attributes |= {"left_window_size": choose(-1, 0, 2), "right_window_size": choose(-1, 0, 1)}
+    operands = [draw(batch, count * groups, queries, 4), draw(batch, count, 5, 4), draw(batch, count, 5, 3)]
+    if batch and choose(False, True):
+        operands = [np.ascontiguousarray(x.swapaxes(1, 2)).reshape(batch, x.shape[2], -1) for x in operands]
+        attributes |= {"q_num_heads": count * groups, "kv_num_heads": count}
+    total = 5 + past
+    shape = choose(None, (queries, total), (4, queries, total), (1, 1, queries, total), (queries, total - 1))
+    mask = None if shape is None else draw(*shape)
+    kind = choose("a bias", "which keys count", "a bias that hides keys")
+    if mask is not None and kind != "a bias":
+        hidden = RNG.random(shape) < 0.4
+        mask = ~hidden if kind == "which keys count" else np.where(hidden, -np.inf, mask).astype(np.float32)
+    operands.append(mask)
+    if past:
+        operands += [draw(batch, count, past, 4), draw(batch, count, past, 3)]
+    elif opset > 23 and choose(False, True):
+        operands += [None, None, RNG.integers(0, total + 1, batch)]
+    while operands[-1] is None:
+        operands.pop()
+    return operands, attributes, opset
+
+
+@settings(max_examples=20, deadline=None)
+@given(masked_attentions())
+def test_masked_attention_equals_the_reference(case: tuple[list, dict, int]) -> None:
+    operands, attributes, opset = case
+    expected = reference_node("Attention", operands, attributes, outputs=4, opset=opset)
+    actual = run_node("Attention", operands, attributes, outputs=4, opset=opset, compiled=True)
+    assert_equal(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int8, np.float64])
+def test_a_short_mask_of_another_dtype_hides_the_rest(dtype: Any) -> None:
+    operands, mask = [draw(1, 2, n, 4) for n in (3, 5, 5)], RNG.integers(-2, 3, (3, 4)).astype(dtype)
+    as_float = np.pad(mask.astype(np.float32), [(0, 0), (0, 1)], constant_values=-np.inf)
+    assert_equal(run_node("Attention", [*operands, mask]), run_node("Attention", [*operands, as_float]))
 
 
 def test_query_without_a_key_is_zero_and_has_no_gradient() -> None:
@@ -146,15 +194,59 @@ def test_softmax_precision() -> None:
 
 
 @settings(max_examples=8, deadline=None)
-@given(st.booleans(), st.sampled_from([0, 4]), st.booleans(), st.booleans())
-def test_rotary_embedding_equals_onnxruntime(flat: bool, size: int, interleaved: bool, has_positions: bool) -> None:
+@given(st.booleans(), st.sampled_from([0, 4]), st.booleans(), st.booleans(), st.sampled_from([5, 1]))
+def test_rotary_embedding_equals_onnxruntime(
+    flat: bool, size: int, interleaved: bool, has_positions: bool, n: int
+) -> None:
     attributes = {"interleaved": int(interleaved), "num_heads": 3}
     attributes |= {"rotary_embedding_dim": size} if size else {}
     pairs = (size or 8) // 2
-    tables = [draw(10, pairs), draw(10, pairs)] if has_positions else [draw(2, 5, pairs), draw(2, 5, pairs)]
-    positions = [RNG.integers(0, 10, (2, 5))] if has_positions else []
-    operands = [draw(2, 5, 24) if flat else draw(2, 3, 5, 8), *tables, *positions]
+    tables = [draw(10, pairs), draw(10, pairs)] if has_positions else [draw(2, n, pairs), draw(2, n, pairs)]
+    positions = [RNG.integers(0, 10, (2, n))] if has_positions else []
+    operands = [draw(2, n, 24) if flat else draw(2, 3, n, 8), *tables, *positions]
     assert_equal(run_node("RotaryEmbedding", operands, attributes), ort_node("RotaryEmbedding", operands, attributes))
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    shape=st.sampled_from([(2, 3), (0, 3), (), (1, 4, 1)]),
+    alpha=st.sampled_from([None, 1.0, 1.7, 0.0]),
+    dtype=st.sampled_from([np.float32, np.float64, np.float16]),
+)
+def test_swiglu_equals_the_reference(shape: tuple[int, ...], alpha: float | None, dtype: Any) -> None:
+    operands, attributes = [np.asarray(10 * draw(*shape, dtype=dtype)) for _ in "ab"], {}
+    attributes = {} if alpha is None else {"alpha": alpha}
+    expected = reference_node("SwiGLU", operands, attributes, opset=28)
+    tolerance = 5e-3 if dtype == np.float16 else 1e-5
+    assert_equal(run_node("SwiGLU", operands, attributes, opset=28), expected, rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    groups=st.sampled_from([1, 2]),
+    lengths=st.sampled_from([(2, 3), (1, 5), (3, 1)]),
+    batch=st.sampled_from([2, 0]),
+    scale=st.sampled_from([None, 0.3]),
+    modified=st.tuples(st.booleans(), st.booleans()),
+    precision=st.sampled_from([None, onnx.TensorProto.FLOAT]),
+)
+def test_flex_attention_is_softmax_attention_with_functions_in_between(
+    groups, lengths, batch, scale, modified, precision
+) -> None:
+    (queries, keys), kv_heads = lengths, 2
+    q, k = draw(batch, kv_heads * groups, queries, 4), draw(batch, kv_heads, keys, 4)
+    v = draw(batch, kv_heads, keys, 3)
+    attributes: dict[str, Any] = {} if scale is None else {"scale": scale}
+    attributes |= {} if precision is None else {"softmax_precision": precision}
+    attributes |= {"score_mod": graph("score", "Tanh")} if modified[0] else {}
+    attributes |= {"prob_mod": graph("prob", "Sigmoid")} if modified[1] else {}
+    scores = q @ np.repeat(k, groups, 1).swapaxes(2, 3) * (scale or 0.5)
+    scores = np.tanh(scores) if modified[0] else scores
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    shares /= shares.sum(-1, keepdims=True)
+    shares = 1 / (1 + np.exp(-shares)) if modified[1] else shares
+    actual = run_node("FlexAttention", [q, k, v], attributes, domain="ai.onnx.preview", compiled=True)
+    assert_equal(actual, [shares @ np.repeat(v, groups, 1)], rtol=1e-4, atol=1e-5)
 
 
 RULES = {"linear": (0, 0), "gated": (1, 0), "delta": (0, 1), "gated_delta": (1, 1)}

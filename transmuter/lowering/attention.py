@@ -173,11 +173,10 @@ def Attention_23(
     stages.append(rounded(capped(stages[-1], softcap), kind))
     biased = stages[-1]
     if attn_mask is not None:
-        attn_mask = _padded(attn_mask, K.shape[2])
         if attn_mask.dtype == np.bool_:
-            visible = both(visible, attn_mask)
+            visible = both(visible, _padded(attn_mask, K.shape[2]))
         else:
-            bias = cast(attn_mask, biased.dtype)
+            bias = _padded(cast(attn_mask, biased.dtype), K.shape[2])
             biased = masked(rounded(biased + bias, kind), jnp.logical_not(jnp.isneginf(bias)))
     stages.append(masked(biased, visible))
     if softmax_precision:
