@@ -199,3 +199,8 @@ def test_shapes_tell_how_a_weight_is_blocked(shape: tuple[int, ...], group: int,
 def test_a_weight_that_fits_no_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="neither 8 nor 16"):
         contrib_nchwc._in_order(np.zeros((20, 8, 2, 1)), 1)
+
+
+def test_more_channels_than_a_block_are_not_filled_up() -> None:
+    with pytest.raises(ValueError, match="32 channels are not 8"):
+        contrib_nchwc.ReorderOutput(np.zeros((1, 32, 2, 2), np.float32), channels=8)

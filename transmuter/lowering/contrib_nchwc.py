@@ -7,7 +7,6 @@ second. All that is left of the layout is the order in which the file has the we
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -28,6 +27,8 @@ def _filled(x: Array, channels: int) -> Array:
     """`x` with so many channels: with zeros behind them, or without the last, which are zeros."""
     if x.shape[1] == channels:
         return x
+    if abs(x.shape[1] - channels) >= 16:
+        raise ValueError(f"{x.shape[1]} channels are not {channels}, filled up to whole blocks")
     return lax.pad(x, np.zeros((), x.dtype), [(0, channels - x.shape[1] if i == 1 else 0, 0) for i in range(x.ndim)])
 
 
@@ -58,10 +59,11 @@ def _blocks(shape: tuple[int, ...], group: int, block: int) -> tuple[int, int] |
 
 def _in_order(weight: Array, group: int) -> Array:
     """A weight whose elements lie in blocks, in the order that its shape says."""
-    fitting = {block: _blocks(weight.shape, group, block) for block in (8, 16)}
-    columns, rows = fitting[BLOCK] or fitting[24 - BLOCK] or (0, 0)
-    if not columns:
+    likeliest_first = sorted((8, 16), key=lambda block: block != BLOCK)
+    fitting = [blocks for block in likeliest_first if (blocks := _blocks(weight.shape, group, block))]
+    if not fitting:
         raise ValueError(f"a weight of shape {weight.shape} in {group} groups is in blocks of neither 8 nor 16")
+    columns, rows = fitting[0]
     outputs, inputs, *kernel = weight.shape
     weight = jnp.reshape(weight, (outputs // columns, inputs // rows, *kernel, rows, columns))
     return jnp.reshape(jnp.moveaxis(weight, (-1, -2), (1, 3)), (outputs, inputs, *kernel))
@@ -137,7 +139,7 @@ operator(domain=_DOMAIN)(pooling.GlobalAveragePool)
 
 
 @operator(domain=_DOMAIN)
-def Upsample(X, *, scales, coordinate_transformation_mode="asymmetric", mode="nearest") -> jax.Array:
+def Upsample(X, *, scales, coordinate_transformation_mode="asymmetric", mode="nearest"):
     return image.Resize_11(
         X,
         scales=np.asarray(scales, np.float32),

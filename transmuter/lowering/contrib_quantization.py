@@ -25,7 +25,7 @@ from transmuter.lowering.registry import operator
 _DOMAIN = "com.microsoft"
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def QuantizeLinear(x, y_scale, y_zero_point=None, *, axis=1):
     return plain.QuantizeLinear(
         x, y_scale, y_zero_point, axis=axis, block_size=0, output_dtype=0, precision=0, saturate=1
@@ -40,49 +40,49 @@ def DequantizeLinear(x, x_scale, x_zero_point=None, *, axis=1):
 # ---- element by element ---------------------------------------------------------------------------------------------
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def QLinearAdd(A, A_scale, A_zero_point, B, B_scale, B_zero_point, C_scale, C_zero_point=None):
     total = dequantized(A, A_scale, A_zero_point) + dequantized(B, B_scale, B_zero_point)
     return quantized(total, C_scale, C_zero_point, A.dtype)
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def QLinearMul(A, A_scale, A_zero_point, B, B_scale, B_zero_point, C_scale, C_zero_point=None):
     product = dequantized(A, A_scale, A_zero_point) * dequantized(B, B_scale, B_zero_point)
     return quantized(product, C_scale, C_zero_point, A.dtype)
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def QLinearWhere(condition, X, x_scale, x_zero_point, Y, y_scale, y_zero_point, z_scale, z_zero_point):
     picked = jnp.where(condition, dequantized(X, x_scale, x_zero_point), dequantized(Y, y_scale, y_zero_point))
     return quantized(picked, z_scale, z_zero_point, X.dtype)
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def QLinearConcat(Y_scale, Y_zero_point, *inputs, axis):
     parts = [dequantized(*inputs[i : i + 3]) for i in range(0, len(inputs), 3)]
     return quantized(jnp.concatenate(parts, axis), Y_scale, Y_zero_point, Y_zero_point.dtype)
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def QLinearLeakyRelu(X, X_scale, X_zero_point, Y_scale, Y_zero_point=None, *, alpha=0.01):
     x = dequantized(X, X_scale, X_zero_point)
     return quantized(jnp.where(x < 0, alpha * x, x), Y_scale, Y_zero_point, X.dtype)
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def QLinearSigmoid(X, X_scale, X_zero_point, Y_scale, Y_zero_point=None):
     return quantized(jax.nn.sigmoid(dequantized(X, X_scale, X_zero_point)), Y_scale, Y_zero_point, X.dtype)
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def QLinearSoftmax(X, X_scale, x_zero_point, y_scale, y_zero_point, *, opset, axis=-1):
     """Before opset 13 the axis is the first of those that are taken together."""
     axes = axis if opset >= 13 else tuple(range(axis % X.ndim, X.ndim))
     return quantized(jax.nn.softmax(dequantized(X, X_scale, x_zero_point), axes), y_scale, y_zero_point, X.dtype)
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def MulInteger(A, A_zero_point=None, B=None, B_zero_point=None):
     a, b = (
         cast(x, np.int32) if zero is None else cast(x, np.int32) - cast(zero, np.int32)
@@ -94,13 +94,13 @@ def MulInteger(A, A_zero_point=None, B=None, B_zero_point=None):
 # ---- reductions -----------------------------------------------------------------------------------------------------
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def QLinearReduceMean(data, data_scale, data_zero_point, reduced_scale, reduced_zero_point=None, *, axes, keepdims):
     mean = jnp.mean(dequantized(data, data_scale, data_zero_point), axes or None, keepdims=bool(keepdims))
     return quantized(mean, reduced_scale, reduced_zero_point, data.dtype)
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def ReduceSumInteger(data, *, axes, keepdims):
     wide = np.int32 if data.dtype == np.int8 else np.uint32
     return jnp.sum(data, axes or None, dtype=wide, keepdims=bool(keepdims))
@@ -152,7 +152,7 @@ def _channels_first(function: Callable[[Array], Array], x: Array, channels_last:
     return jnp.moveaxis(function(jnp.moveaxis(x, -1, 1)), 1, -1) if channels_last else function(x)
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def QLinearAveragePool(
     X,
     x_scale,
@@ -184,13 +184,13 @@ def QLinearAveragePool(
     return quantized(pooled, y_scale, y_zero_point, X.dtype)
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def QLinearGlobalAveragePool(X, x_scale, x_zero_point, y_scale, y_zero_point, *, channels_last=0):
     pooled = _channels_first(GlobalAveragePool, dequantized(X, x_scale, x_zero_point), channels_last)
     return quantized(pooled, y_scale, y_zero_point, X.dtype)
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def QLinearConv(
     x,
     x_scale,
@@ -573,7 +573,7 @@ def _to_order(x: Array, order: int) -> Array:
 _INT8 = np.dtype(np.int8)
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def QuantizeWithOrder(input, scale_input, *, order_input, order_output):
     """The orders COL4_4R2_8C and COL32_2R_4R4 are not supported, here and in the operators below."""
     return _to_order(quantized(_from_order(input, order_input), scale_input, None, _INT8), order_output)
@@ -585,7 +585,7 @@ def DequantizeWithOrder(input, scale_input, *, order_input, order_output, to):
     return cast(dequantized(plain_order, scale_input), arrays.dtype(to))
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def QOrderedMatMul(A, scale_A, B, scale_B, scale_Y, bias=None, C=None, scale_C=None, *, order_A, order_B, order_Y):
     y = rescaled(MatMulInteger(_from_order(A, order_A), _from_order(B, order_B)), rescaled(scale_A, scale_B))
     y = y if bias is None else y + bias
@@ -593,14 +593,14 @@ def QOrderedMatMul(A, scale_A, B, scale_B, scale_Y, bias=None, C=None, scale_C=N
     return _to_order(quantized(y, scale_Y, None, _INT8), order_Y)
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def QOrderedGelu(X, scale_X, scale_Y, *, order_X=None, order_Y=None):
     if order_X != order_Y and None not in (order_X, order_Y):
         raise ValueError(f"order_Y is {order_Y}, but order_X {order_X}")
     return quantized(jax.nn.gelu(dequantized(X, scale_X), approximate=False), scale_Y, None, _INT8)
 
 
-@operator(domain=_DOMAIN)
+@operator(domain=_DOMAIN, differentiable=False)
 def QOrderedLayerNormalization(X, scale_X, scale, B, scale_Y, *, axis=-1, epsilon=1e-5, order_X=1, order_Y=1):
     x = dequantized(_from_order(X, order_X), scale_X)
     scale, B = (None if v is None else cast(v, np.float32) for v in (scale, B))

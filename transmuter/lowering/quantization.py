@@ -84,9 +84,10 @@ def dequantized(x: Array, scale: Array, zero_point: Array | None = None) -> jax.
     return cast(x, np.float32) * cast(scale, np.float32)
 
 
-@operator()
+@operator(differentiable=False)
 def QuantizeLinear(x, y_scale, y_zero_point=None, *, axis, saturate, block_size, output_dtype, precision):
-    """The division is done in float32 also where scale or `precision` is a half type, and then rounded to that type."""
+    """The division is done in float32 also where scale or `precision` is a half type, and then rounded to that type,
+    which ONNX Runtime leaves out for blocks."""
     target = dtype(output_dtype) if output_dtype else np.dtype(np.uint8) if y_zero_point is None else y_zero_point.dtype
     if y_zero_point is not None:
         if y_zero_point.dtype != target:
@@ -127,7 +128,7 @@ def rescaled(total: Array, multiplier: Array) -> jax.Array:
     return cast(total, np.float32) * cast(multiplier, np.float32)
 
 
-@operator()
+@operator(differentiable=False)
 def QLinearMatMul(a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point):
     if is_float(a) or is_float(b):
         one = np.float32(1)
