@@ -36,6 +36,12 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
     "a vendor's compiled program, which only its own runtime reads": {
         "com.microsoft": "EPContext Snpe",
     },
+    "works on memory, not on tensors: byte offsets into a runtime's buffers, or addresses": {
+        "com.microsoft": "ConvStateReplay GatedDeltaNetStateReplay SpeculativePrefixCommit",
+    },
+    "a name only: ONNX Runtime computes nothing either, and does not say how its blocks of bits are laid out": {
+        "com.microsoft": "DequantizeBFP QuantizeBFP",
+    },
     "a plugin of TensorRT, which ONNX Runtime only hands on": {
         "": "DisentangledAttention_TRT EfficientNMS_TRT MultilevelCropAndResize_TRT PyramidROIAlign_TRT",
     },
