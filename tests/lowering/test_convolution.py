@@ -132,6 +132,20 @@ def test_gradients_and_transforms(kind):
         np.testing.assert_allclose(jax.jit(conv)(x, w), y, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("group", [1, 2])
+def test_transposed_and_causal_convolutions_have_gradients(group):
+    attributes = {**NOTHING, "group": group, "strides": (2, 1), "pads": (1, 0, 0, 1), "output_padding": (1, 0)}
+    transposed = lambda *xs: convolution.ConvTranspose(*xs, **attributes, output_shape=None)
+    causal = lambda *xs: convolution.CausalConvWithState(*xs, activation="silu" if group == 1 else "none")
+    with jax.enable_x64(True):
+        for function, shapes in (
+            (transposed, [(2, 4, 3, 3), (4, 2, 2, 3), (2 * group,)]),
+            (causal, [(2, 3, 5), (3, 1, 4), (3,), (2, 3, 3)]),
+        ):
+            operands = [jnp.asarray(draw(*shape), jnp.float64) for shape in shapes]
+            check_grads(jax.jit(function), operands, 1, ["rev"])
+
+
 def lowered(kind: str, transposed: bool) -> tuple:
     """A convolution as a function, with its operands."""
     x, w, attributes = KINDS[kind]

@@ -302,6 +302,30 @@ def test_roi_align_of_hidden_regions(transformation):
         jax.jit(lambda x, rois: pooling.RoiAlign_16(x, rois, IMAGES, **{**options, "mode": "max"}))(x, rois)
 
 
+def test_maxima_of_regions_have_gradients():
+    x = RANDOM.permutation(2 * 2 * 6 * 7).reshape(2, 2, 6, 7) / 10
+    rois = np.array([[0, 1, 1, 5.2, 4.1], [1, -3.1, 0.3, 2.2, 9.3], [1, 20, 20, 30, 30]])
+    pool = lambda x: pooling.MaxRoiPool(x, rois, pooled_shape=(2, 2), spatial_scale=1.0)
+    options = {"mode": "max", "output_height": 2, "output_width": 2, "sampling_ratio": 2, "spatial_scale": 1.0}
+    images, corners = rois[:, 0].astype(int), rois[:, 1:]
+    align = lambda x: pooling.RoiAlign_16(x, corners, images, coordinate_transformation_mode="half_pixel", **options)
+    with jax.enable_x64(True):
+        for function in (pool, align):
+            check_grads(jax.jit(function), (jnp.asarray(x),), 1, ["rev"])
+
+
+def test_ties_have_finite_gradients():
+    """Those of equal elements add up to that of one maximum."""
+    kernel = {**NOTHING, "kernel_shape": (2, 2), "pads": (1, 1, 1, 1)}
+    for pool in (
+        lambda x: pooling.MaxPool(x, storage_order=0, output_count=1, **kernel),
+        lambda x: pooling.AveragePool(x, count_include_pad=0, **kernel),
+        lambda x: 4 * 4 * pooling.GlobalMaxPool(x),
+    ):
+        gradient = jax.grad(lambda x: jnp.sum(pool(x)))(jnp.zeros((1, 1, 3, 3)))  # noqa: B023
+        np.testing.assert_allclose(jnp.sum(gradient), 16, rtol=1e-5)
+
+
 def test_roi_align_without_regions():
     attributes = {"output_height": 3, "output_width": 4}
     (y,) = run_node("RoiAlign", [draw(1, 2, 5, 5), ROIS[:0], IMAGES[:0]], attributes, opset=16)

@@ -68,7 +68,9 @@ def STFT(signal, frame_step, window=None, frame_length=None, *, onesided):
     return _transform(frames, None, 2, 0, onesided)
 
 
-@operator(known=("num_mel_bins", "dft_length", "sample_rate", "lower_edge_hertz", "upper_edge_hertz"))
+@operator(
+    known=("num_mel_bins", "dft_length", "sample_rate", "lower_edge_hertz", "upper_edge_hertz"), differentiable=False
+)
 def MelWeightMatrix(num_mel_bins, dft_length, sample_rate, lower_edge_hertz, upper_edge_hertz, *, output_datatype):
     """Triangles over the bins of a spectrum, whose edges are equally far apart in mel and rounded down to a bin."""
     count, length = _int(num_mel_bins), _int(dft_length)
