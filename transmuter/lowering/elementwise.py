@@ -231,7 +231,7 @@ def _hard_swish(x: Array) -> Array:
 
 @operator()
 def LeakyRelu(x, *, alpha, consumed_inputs):
-    return jnp.where(x < 0, x * alpha, x)
+    return jnp.where(x < 0, xp.multiply(x, alpha), x)
 
 
 @operator()
@@ -244,7 +244,7 @@ def PRelu(x, slope, *, consumed_inputs):
 
 @operator()
 def PRelu_7(x, slope):
-    return jnp.where(x < 0, x * slope, x)
+    return jnp.where(x < 0, xp.multiply(x, slope), x)
 
 
 @operator()
@@ -269,7 +269,7 @@ def ThresholdedRelu(x, *, alpha):
 
 @operator()
 def HardSigmoid(x, *, alpha, beta, consumed_inputs):
-    return jnp.clip(x * alpha + beta, 0, 1)
+    return jnp.clip(xp.add(xp.multiply(x, alpha), beta), 0, 1)
 
 
 @operator("Gelu_20")
@@ -279,7 +279,7 @@ def Gelu(x, *, approximate):
 
 @operator("Swish_24")
 def Swish(x, *, alpha):
-    return x * lax.logistic(x * alpha)
+    return x * lax.logistic(xp.multiply(x, alpha))
 
 
 @operator("Shrink_9")
