@@ -67,13 +67,13 @@ def ReduceMean(x, axes):
 
 @_reduction
 def ReduceMax(x, axes):
-    """NaN where one is NaN; ONNX Runtime passes over it in float64."""
+    """NaN where one is NaN; ONNX Runtime passes over some."""
     return xp.max(x, axis=axes, keepdims=True, initial=_extreme(x, "min") if 0 in x.shape else None)
 
 
 @_reduction
 def ReduceMin(x, axes):
-    """NaN where one is NaN; ONNX Runtime passes over it in float64."""
+    """NaN where one is NaN; ONNX Runtime passes over some."""
     return xp.min(x, axis=axes, keepdims=True, initial=_extreme(x, "max") if 0 in x.shape else None)
 
 
