@@ -311,7 +311,8 @@ def MatMulNBits(
     bits=4,
     weight_prepacked=0,
 ):
-    """Computes in floats whatever `accuracy_level` allows. An empty B stands for a weight of zeros."""
+    """Computes in floats whatever `accuracy_level` allows. An empty B stands for a weight of zeros. Zero points count
+    with `g_idx`, too, where ONNX Runtime takes them for the default."""
     if weight_prepacked:
         raise ValueError("the weight is packed for a CUDA kernel (weight_prepacked)")
     blocks = -(-K // block_size)
