@@ -55,6 +55,26 @@ def test_calls_with_a_plan_are_counted_too() -> None:
     assert {s.signature: s.calls for s in cache.segments} == {"x float32[1, 8]": 5, "x float32[2, 8]": 1}
 
 
+def test_calls_alike_are_planned_only_where_nothing_is_to_be_converted() -> None:
+    inputs = [info("a", ("n",), TensorProto.INT64), info("b", ("n",), TensorProto.INT64)]
+    compiled = transmuter.compile(load([node("Sub", ["a", "b"], ["y"])], inputs, [info("y", None, TensorProto.INT64)]))
+    a, b = np.array([1 << 40, 2]), np.array([1, 1])
+    narrow = {"a": jax.numpy.asarray(np.int32([7, 8])), "b": jax.numpy.asarray(np.int32([1, 1]))}
+    for _ in range(3):
+        np.testing.assert_array_equal(compiled({"a": a, "b": b})["y"], a - b)
+        np.testing.assert_array_equal(compiled({"b": b, "a": a})["y"], a - b)
+        np.testing.assert_array_equal(compiled({"a": a, "b": narrow["b"]})["y"], a - 1)
+        np.testing.assert_array_equal(compiled(narrow)["y"], [6, 7])
+        assert compiled(narrow)["y"].dtype == np.int64
+    assert (compiled.cache_info().misses, compiled.cache_info().hits) == (1, 14)
+    for wrong in ({"a": a, "b": b.astype(np.int32)}, {"a": a}, {"a": a, "c": b}):
+        with pytest.raises(transmuter.InputError):
+            compiled(wrong)
+    with pytest.raises(transmuter.LoweringError):
+        compiled({"a": a, "b": np.arange(3)})
+    assert jax.jit(lambda: compiled({"a": a % 7, "b": b})["y"])().dtype == np.int32, "as the jit around it wants it"
+
+
 def test_clearing_keeps_the_counts_and_loses_the_segments() -> None:
     compiled = transmuter.compile(plain(), {"x": X})
     before = compiled.cache_info()

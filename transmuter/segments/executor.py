@@ -163,9 +163,8 @@ class CompiledModel:
 
         Args:
             examples: One dict for each set of shapes, by input name: a tuple is the shape of an array, anything else
-                the input itself, as a call takes it. What is compiled after a graph break depends on contents, and
-                so may the first segment, so that these need inputs: one break's worth of shapes compiles what precedes
-                it.
+                the input itself, as a call takes it. Shapes alone compile what comes before the first graph break;
+                with all inputs given, the model is run through its breaks once.
             progress: Show a bar; that needs tqdm. None shows it on a terminal, if tqdm is there.
 
         Returns:
