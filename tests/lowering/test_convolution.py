@@ -294,9 +294,13 @@ def unfolded(draw: st.DrawFn, rank: int) -> tuple[list[int], list[int], dict, in
 @settings(max_examples=15, deadline=None)
 @given(case=st.sampled_from([1, 2, 2, 3]).flatmap(unfolded), batch=BATCHES, channels=st.sampled_from([1, 3]))
 def test_col2im_is_that_of_onnxruntime(case, batch, channels):
+    """As the reference evaluator but for images of two dimensions: ONNX Runtime misplaces others."""
     image, block, attributes, count = case
     operands = [draw(batch, channels * int(np.prod(block)), count), np.array(image), np.array(block)]
-    assert_as_onnxruntime("Col2Im", operands, attributes, opset=18, known=[1, 2])
+    node, kwargs = ort_node if len(image) == 2 else reference_node, {"opset": 18, "known": [1, 2]}
+    assume(batch or node is ort_node)
+    expected = node("Col2Im", operands, attributes, **kwargs)
+    assert_equal(run_node("Col2Im", operands, attributes, compiled=True, **kwargs), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_col2im_has_gradients():

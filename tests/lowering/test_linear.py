@@ -81,6 +81,8 @@ def test_halves_accumulate_in_float32(dtype):
         *run_node("MatMul", [a, b]),
         *run_node("Gemm", [a, b]),
         *run_node("Einsum", [a, b], {"equation": "ij,jk"}),
+        *run_node("Einsum", [a], {"equation": "ij->i"}),
+        *run_node("Einsum", [a, b[:1]], {"equation": "ij,kl->il"}),
     ):
         assert y.dtype == dtype
         assert y.item() == 4096

@@ -282,6 +282,8 @@ def test_roi_align_is_that_of_onnxruntime(mode, rois, images, transformation, ra
     attributes = {"mode": mode, "sampling_ratio": ratio, "output_height": 3, "output_width": 4, "spatial_scale": 0.8}
     if transformation:
         attributes["coordinate_transformation_mode"] = transformation
+    if transformation == "half_pixel":  # in which ONNX Runtime fails at regions that are upside down
+        rois = np.concatenate([np.minimum(rois[:, :2], rois[:, 2:]), np.maximum(rois[:, :2], rois[:, 2:])], 1)
     operands = [draw(2, 3, 12, 14).astype(dtype), rois.astype(dtype), np.array(images)]
     assert_as_onnxruntime("RoiAlign", operands, attributes, opset=16 if transformation else 10, compiled=False)
 

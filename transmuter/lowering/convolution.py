@@ -208,6 +208,7 @@ def CausalConvWithState(x, w, b=None, past_state=None, *, activation):
 
 @operator(known=("image_shape", "block_shape"))
 def Col2Im(x, image_shape, block_shape, *, dilations, pads, strides):
+    """ONNX Runtime misplaces elements of some images that have one or three dimensions."""
     if is_string(x):
         raise ValueError("strings cannot be added up")
     image, block = dims(image_shape), dims(block_shape)
