@@ -42,6 +42,14 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
     "a name only: ONNX Runtime computes nothing either, and does not say how its blocks of bits are laid out": {
         "com.microsoft": "DequantizeBFP QuantizeBFP",
     },
+    "integers between steps whose rounding on the GPU is documented nowhere": {
+        "com.microsoft": "QOrderedAttention QOrderedLongformerAttention",
+    },
+    "made for one decoder's CUDA kernels and written by its builder alone; there is no CPU kernel to compare with": {
+        "com.microsoft": "DynamicSparseAttention HyperConnectionLowRankMix Mamba2Verify MatMulNBitsQLoRA MoEPacked "
+        "PackedSparseAttentionIndexer PackedSparseAttentionIndexerMerge RouterGateUpProj SparseAttentionIndexer "
+        "SparsePagedAttention",
+    },
     "a plugin of TensorRT, which ONNX Runtime only hands on": {
         "": "DisentangledAttention_TRT EfficientNMS_TRT MultilevelCropAndResize_TRT PyramidROIAlign_TRT",
     },
