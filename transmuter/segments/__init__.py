@@ -69,10 +69,10 @@ def compile(
             themselves. No gradient flows to a static input.
         outputs: Names of graph outputs or internal values; what they do not need is not compiled. None is all outputs.
         persistent_cache: A folder in which JAX keeps executables, so that later processes need not compile them. A
-            process has one such folder, for all that it compiles: this sets JAX's own `jax_compilation_cache_dir`, and
-            nothing else, so that what compiles within `jax_persistent_cache_min_compile_time_secs` (1 s) is not kept.
-            None is the environment variable TRANSMUTER_CACHE_DIR, unless JAX has such a folder already; without
-            either there is none.
+            process has one such folder, for all that it compiles: this sets JAX's own `jax_compilation_cache_dir`.
+            Segments are kept there however quickly they compile; for the rest of the process JAX's limit of a second
+            stays (`jax_persistent_cache_min_compile_time_secs`; one of your own holds for segments too). None is the
+            environment variable TRANSMUTER_CACHE_DIR, unless JAX has a folder already; without either there is none.
 
     Returns:
         The compiled model; call it with a dict of inputs.
@@ -82,8 +82,13 @@ def compile(
         UnsupportedOperatorError, LoweringError, ExecutionError: What a call raises, where example inputs are given.
         ValueError: JAX keeps executables in another folder than `persistent_cache` already.
     """
-    use_persistent_cache(persistent_cache)
-    compiled = CompiledModel(model, cache_size=cache_size, static_inputs=static_inputs, outputs=outputs)
+    compiled = CompiledModel(
+        model,
+        cache_size=cache_size,
+        static_inputs=static_inputs,
+        outputs=outputs,
+        keeps_executables=use_persistent_cache(persistent_cache),
+    )
     if example_inputs is not None:
         compiled(example_inputs) if isinstance(example_inputs, Mapping) else compiled(*example_inputs)
     return compiled

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import jax
 import onnx_ir as ir
@@ -19,6 +22,8 @@ THRASHING = 16
 VARYING = 12
 """So many different contents of a static input tell that it is not one to compile for."""
 CACHE_DIR = "TRANSMUTER_CACHE_DIR"
+_JAX_LIMIT = 1.0
+"""The seconds of compiling from which JAX keeps an executable, unless its user says otherwise."""
 
 
 @dataclass
@@ -182,23 +187,40 @@ class SegmentCache:
         return [segment for _, depth in sorted(self._depths.items()) for segment in depth.segments.values()]
 
 
-def use_persistent_cache(path: str | os.PathLike[str] | None) -> None:
+def use_persistent_cache(path: str | os.PathLike[str] | None) -> bool:
     """Points JAX's compilation cache to a folder: `path`, or what the environment variable names.
+
+    Returns:
+        Whether executables are kept in that folder.
 
     Raises:
         ValueError: `path` is given, and JAX's cache is somewhere else already.
     """
     wanted = path if path is not None else os.environ.get(CACHE_DIR)
     if not wanted:
-        return
+        return False
     wanted, present = os.path.abspath(wanted), jax.config.jax_compilation_cache_dir
     if present is None:
         jax.config.update("jax_compilation_cache_dir", wanted)
-    elif path is not None and os.path.abspath(present) != wanted:
+        return True
+    if os.path.abspath(present) == wanted:
+        return True
+    if path is not None:
         raise ValueError(
             f"persistent_cache is {str(path)!r}, but JAX keeps executables in {present!r} already, and has one such "
             "folder in a process. Leave persistent_cache out."
         )
+    return False
+
+
+def keeping_all() -> AbstractContextManager[Any]:
+    """Lets JAX's cache keep what this thread compiles in the block, however quick that is. The public setting of the
+    limit is one for all threads; where a version of JAX has no other, its limit holds."""
+    from jax._src import config
+
+    limit = getattr(config, "persistent_cache_min_compile_time_secs", None)
+    is_default = jax.config.jax_persistent_cache_min_compile_time_secs == _JAX_LIMIT
+    return limit(0.0) if limit is not None and is_default else contextlib.nullcontext()
 
 
 def used_weights(segments: Iterable[Segment]) -> set[str]:

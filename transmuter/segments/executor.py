@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -27,7 +28,7 @@ from transmuter.lowering.evaluation import Bind, Break, Evaluation, Scope, opera
 from transmuter.lowering.padding import Padded, cut
 from transmuter.model import Model, checked_key, returned
 from transmuter.segments import explanation
-from transmuter.segments.cache import CacheInfo, SegmentCache, used_weights
+from transmuter.segments.cache import CacheInfo, SegmentCache, keeping_all, used_weights
 from transmuter.segments.preparation import Weight, evaluate, inverse
 from transmuter.segments.segment import SMALL, Executable, Promote, Segment, Signature, Stage, is_host
 from transmuter.staging import differentiated, exact_dtypes, staged, transposed_exactly
@@ -81,6 +82,7 @@ class CompiledModel:
         cache_size: int = 8,
         static_inputs: Sequence[str] = (),
         outputs: Sequence[str] | None = None,
+        keeps_executables: bool = False,
     ):
         if cache_size < 1:
             raise ValueError(f"cache_size is {cache_size}, but must be at least 1.")
@@ -95,6 +97,7 @@ class CompiledModel:
             )
         self._static = {value for value in model.graph.inputs if value.name in static_inputs}
         self._roots: dict[tuple[tuple[ir.Value, bool], ...], Stage] = {}
+        self._keeping = keeping_all if keeps_executables else contextlib.nullcontext
         self._cache = SegmentCache(cache_size, self._static)
         self._plans: dict[Any, _Plan | None] = {}
         self._prepared: dict[str, jax.Array] = {}
@@ -269,6 +272,8 @@ class CompiledModel:
         """Runs a segment. What it hands on joins `state`, requested outputs join `results`; `arguments` is emptied."""
         results.update(segment.known_outputs)
         if not (segment.carried or segment.emitted):  # one break follows on another
+            if call.counts:
+                segment.tally.add(0.0)
             return
         executable = segment.executable(own_params=call.weights is None)
         given = [*(jax.tree.leaves(arguments) if segment.is_nested else arguments), *call.keys]
@@ -337,7 +342,8 @@ class CompiledModel:
             if executable.is_compiled:
                 return
             started = time.perf_counter()
-            lower().compile()  # JAX finds it again when the function is called
+            with self._keeping():
+                lower().compile()  # JAX finds it again when the function is called
             seconds = time.perf_counter() - started
             segment.compile_seconds += seconds
             executable.is_compiled = True
