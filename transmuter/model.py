@@ -24,6 +24,7 @@ from transmuter.errors import GraphBreakError, InputError, LoweringError
 from transmuter.lowering import evaluation
 from transmuter.lowering.arrays import canonical, cast, compute_dtypes, computed, in_jax, traced
 from transmuter.lowering.padding import Padded, has_length
+from transmuter.lowering.reasons import length_reason, shortened
 from transmuter.staging import staged
 
 _SMALL = 16
@@ -289,13 +290,16 @@ class Model:
         with self.lowering_dtypes(), self.naming_disagreements(held):
             scope = self.scope(held, weights, key)
             work = self.program.work(self.graph, tuple(wanted.values()))
-            evaluation.Evaluation(self.program).run(work, scope, keep=frozenset(wanted.values()))
+            evaluating = evaluation.Evaluation(self.program)
+            evaluating.run(work, scope, keep=frozenset(wanted.values()))
             for name, value in wanted.items():
                 if isinstance(scope[value], Padded):
+                    reason = length_reason(value, self.program, scope, evaluating.past)
                     raise GraphBreakError(
-                        f"How long the output {name!r} is depends on contents, which a JAX transform around the call "
-                        "hides. Call transmuter.compile's result outside of that transform.",
-                        origin=evaluation.origin(value),
+                        f"How long the output {name!r} is depends on contents "
+                        f"({' <- '.join(shortened(reason.origin))}), which a JAX transform around the call hides. Call "
+                        f"transmuter.compile's result outside of that transform. {reason.advice}",
+                        origin=reason.origin,
                     )
                 if has_length(scope[value]):
                     scope.values[value] = traced(scope[value])

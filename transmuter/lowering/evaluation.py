@@ -9,6 +9,7 @@ A node that needs contents which are hidden raises `Break`; `segments` collects 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +73,14 @@ class Break(Exception):
         operands = [v for v in self.node.inputs if v is not None]
         at = self.node.inputs[self.position] if self.position < len(self.node.inputs) else None
         return operands if self.inside is not None or at is None else [at]
+
+
+class Promote(Exception):
+    """Tracing needs the contents of these arguments, which are small: they become part of the signature."""
+
+    def __init__(self, values: frozenset[ir.Value]):
+        super().__init__(values)
+        self.values = values
 
 
 @dataclass(frozen=True)
@@ -204,13 +213,15 @@ class Program:
         self._work: dict[Any, tuple[ir.Node, ...]] = {}
         self._bodies: dict[tuple[Any, ...], ir.Function] = {}
         self._random: dict[ir.Graph, bool] = {}
-        self._regions: dict[ir.Node, Region | None] = {}
+        self._regions: dict[ir.Node, Region] = {}
+        self._numbering = threading.Lock()
         self._unsupported: tuple[int, dict[str, tuple[str, ...]]] = (-1, {})
         self._numbers = {node: number for number, node in enumerate(graph.all_nodes())}
 
     def number(self, node: ir.Node) -> int:
         """A number that is the node's own, for its random key."""
-        return self._numbers.setdefault(node, len(self._numbers))
+        with self._numbering:
+            return self._numbers.setdefault(node, len(self._numbers))
 
     def work(self, graph: ir.Graph, outputs: Sequence[ir.Value]) -> tuple[ir.Node, ...]:
         """The nodes of `graph` that `outputs` need, in order."""
@@ -251,12 +262,13 @@ class Program:
         Raises:
             ModelError: The graph has no such value, or the value depends on the node itself.
         """
-        found = self._regions.get(node)
-        if found is not None:
-            return found
-        if node in self._regions:
-            raise ModelError(f"{describe(node)} differentiates what depends on its own result. Export the model again.")
-        self._regions[node] = None
+        if node not in self._regions:
+            self._regions[node] = self._region(node, frozenset())
+        return self._regions[node]
+
+    def _region(self, node: ir.Node, around: frozenset[ir.Node]) -> Region:
+        """`region`, for Gradient nodes `around` that differentiate this one."""
+        around |= {node}
         if missing := {"xs", "y"} - node.attributes.keys():
             raise ModelError(f"{describe(node)} lacks the attribute {min(missing)!r}. Export the model again.")
         names = [*node.attributes["xs"].value, *(node.attributes["zs"].value if "zs" in node.attributes else ())]
@@ -275,13 +287,16 @@ class Program:
                 inputs[value.name] = value
             elif producer is None or producer.graph is not node.graph:
                 captures[value] = None
+            elif producer in around:
+                message = "differentiates what depends on its own result. Export the model again."
+                raise ModelError(f"{describe(node)} {message}")
             elif producer not in needed:
                 needed.add(producer)
-                pending += self.operands(producer)
+                pending += [v for v in producer.inputs if v is not None]
+                pending += [v for inner in subgraphs(producer) for v in self.captures(inner)]
+                pending += self._region(producer, around).captures if _is_gradient(producer) else ()
         work = tuple(other for other in node.graph if other in needed)
-        region = Region(tuple(map(inputs.get, names)), output, work, tuple(captures))
-        self._regions[node] = region
-        return region
+        return Region(tuple(map(inputs.get, names)), output, work, tuple(captures))
 
     def is_random(self, graph: ir.Graph) -> bool:
         """Whether a node of `graph`, or of a graph or function inside it, draws random numbers."""
@@ -326,7 +341,7 @@ class Program:
         for graph, opsets in scopes:
             for node in graph.all_nodes():
                 if not self.is_supported(node, opsets):
-                    found.setdefault(operator_name(node), []).append(_label(node))
+                    found.setdefault(operator_name(node), []).append(label(node))
         result = {name: tuple(nodes) for name, nodes in sorted(found.items())}
         self._unsupported = registry.generation(), result
         return result
@@ -427,6 +442,8 @@ class Evaluation:
     ):
         self.program, self.breaks, self.unsupported, self.promote = program, breaks, unsupported, promote
         self.evaluated = 0
+        self.past: dict[ir.Value, bool] = {}
+        """Whether values that `run` has freed were hidden."""
 
     def run(self, work: Sequence[Work], scope: Scope, keep: frozenset[ir.Value] | None = None) -> list[Work]:
         """Evaluates `work` in `scope` and returns what waits for a break.
@@ -449,12 +466,14 @@ class Evaluation:
             try:
                 if any(state is HOST for state in states):
                     position = next((i for i, v in enumerate(item.inputs) if v is not None and scope[v] is HOST), 0)
-                    raise Break(item, position, "a string, which only exists outside of compiled segments")
+                    lowering = self.program.bind(item, scope).lowering
+                    name = f"operand {position}" if lowering is None else lowering.operand(position)
+                    raise Break(item, position, name)
                 self.node(item, scope)
                 self.evaluated += 1
             except Break as needed:
                 if self.breaks is None:
-                    raise self._error(needed) from None
+                    raise self._error(needed, scope) from None
                 if self.promote is not None:
                     self.promote(needed.values())
                 self.breaks.append(needed)
@@ -466,7 +485,8 @@ class Evaluation:
                     self.unsupported.setdefault(name, []).extend(nodes)
                 self._wait(item, scope, waiting)
             for value in last_use.get(item, ()):
-                scope.values.pop(value, None)
+                freed = scope.values.pop(value, None)
+                self.past[value] = not is_known(freed) or padding.is_open(freed)
         return waiting
 
     def refuse_unsupported(self, waiting: Sequence[Work], scope: Scope) -> None:
@@ -481,7 +501,7 @@ class Evaluation:
             node = nodes.pop(0)
             nodes += [inner for graph in subgraphs(node) for inner in graph]
             if not self.program.is_supported(node, scope.opsets):
-                found.setdefault(operator_name(node), {})[_label(node)] = None
+                found.setdefault(operator_name(node), {})[label(node)] = None
         if found:
             raise UnsupportedOperatorError({name: list(labels) for name, labels in found.items()})
 
@@ -558,7 +578,7 @@ class Evaluation:
         if bound.lowering is None and function is None:
             function = self.program.body_for(node, operands, scope)
             if function is None:
-                raise UnsupportedOperatorError({operator_name(node): [_label(node)]})
+                raise UnsupportedOperatorError({operator_name(node): [label(node)]})
         try:
             if function is not None:
                 results = self.function(function, node, operands, scope)
@@ -566,7 +586,7 @@ class Evaluation:
                 results = self._lower(node, bound, operands, scope)
         except Break as needed:  # of a node of a subgraph or function: it is this one that waits
             raise needed if needed.node is node else Break(node, needed.position, needed.operand, needed) from None
-        except TransmuterError:
+        except (TransmuterError, Promote):
             raise
         except Exception as error:
             raise LoweringError(_failure(node, bound, operands, scope, error)) from error
@@ -660,22 +680,23 @@ class Evaluation:
             self.node(node, scope)
         return scope[region.output]
 
-    def _error(self, needed: Break) -> GraphBreakError:
+    def _error(self, needed: Break, scope: Scope) -> GraphBreakError:
+        from transmuter.lowering.reasons import break_reason, shortened
+
+        reason = break_reason(needed, self.program, scope, self.past)
         while needed.inside is not None:
             needed = needed.inside
-        value = needed.node.inputs[needed.position] if needed.position < len(needed.node.inputs) else None
-        chain = origin(value) if value is not None else []
-        operator = needed.node.op_type
+        chain = f" ({' <- '.join(shortened(reason.origin))})" if reason.origin else ""
+        inputs = " and ".join(map(repr, reason.inputs)) or "what decides it"
         return GraphBreakError(
-            f"{describe(needed.node)} needs the contents of its operand {needed.operand!r}"
-            + (f" ({' <- '.join(chain)})" if chain else "")
-            + ", but a JAX transform around the call (jit, vmap, checkpoint, scan, shard_map or export) hides them. "
-            "Call transmuter.compile's result outside of that transform, which runs the node between two compiled "
-            "segments, or give the input that decides the contents as a NumPy array, which makes it a constant.",
+            f"{reason.node}{', inside of ' if reason.within else ''}{reason.within} {reason.what}{chain}, but a JAX "
+            "transform around the call (jit, vmap, checkpoint, scan, shard_map or export) hides that. Call "
+            "transmuter.compile's result outside of that transform, which runs the node between two compiled segments, "
+            f"or make a constant of {inputs} by giving a NumPy array. {reason.advice}",
             node=needed.node.name or "",
-            operator=operator,
+            operator=needed.node.op_type,
             operand=needed.operand,
-            origin=chain,
+            origin=reason.origin,
         )
 
 
@@ -723,7 +744,8 @@ def describe(node: ir.Node) -> str:
     return f"{named} ({operator_name(node)})"
 
 
-def _label(node: ir.Node) -> str:
+def label(node: ir.Node) -> str:
+    """A node's name, or else its first output's."""
     return node.name or next((v.name for v in node.outputs if v.name), "?")
 
 
@@ -731,21 +753,6 @@ def operator_name(node: ir.Node) -> str:
     """`domain::Name`, or `Name` in ai.onnx."""
     domain = _domain(node)
     return f"{domain}::{node.op_type}" if domain else node.op_type
-
-
-def origin(value: ir.Value, limit: int = 12) -> list[str]:
-    """The chain of values that leads to `value`, itself first, along each producer's first operand that is no
-    weight."""
-    chain = []
-    current: ir.Value | None = value
-    while current is not None and len(chain) < limit:
-        producer = current.producer()
-        if producer is None:
-            chain.append(f"input {current.name!r}")
-            break
-        chain.append(f"{current.name!r} of {operator_name(producer)}")
-        current = next((v for v in producer.inputs if v is not None and not v.is_initializer()), None)
-    return chain
 
 
 def _failure(node: ir.Node, bound: Bound, operands: Sequence[Any], scope: Scope, error: Exception) -> str:

@@ -227,7 +227,7 @@ class CompiledModel:
 
     def explain(self) -> explanation.Explanation:
         """What the graph was compiled to: its segments, and each break with the reason for it. Print it."""
-        return explanation.explain(self.segments)
+        return explanation.explain(self.segments, self.model.name)
 
     # -- running
 
@@ -304,9 +304,12 @@ class CompiledModel:
         started = time.perf_counter()
         values = cut({**carried, **emitted})
         breaks = [needed.node for needed in segment.breaks if needed.is_length]
+        size, others = np.dtype(np.int64).itemsize, len(segment.cuts)
+        share = (time.perf_counter() - started) / (len(breaks) + others or 1)
         for node in breaks:
-            size = np.dtype(np.int64).itemsize
-            self._count_break(segment, node, (time.perf_counter() - started) / len(breaks), size, call)
+            self._count_break(segment, node, share, size, call)
+        if others and call.counts:
+            segment.cut_tally.add(share * others, size * others)
         return {value: values[value] for value in carried}, {name: values[name] for name in emitted}
 
     def _plan(self, kinds: Any, held: Mapping[ir.Value, Any]) -> None:
@@ -549,6 +552,7 @@ class CompiledModel:
                 {n: v for n, v in before.pending_outputs.items() if n not in done and v not in state},
                 {needed.node.inputs[0] for needed in segment.breaks if needed.only_reads and not needed.is_length},
                 before.depth + 1,
+                segment.past,
             )
             after = segment.after.setdefault(kinds, after)  # another thread may have made it meanwhile
         return after

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from transmuter.lowering.evaluation import describe, operator_name, origin
+from transmuter.lowering.evaluation import Break, describe, label, operator_name
+from transmuter.lowering.reasons import Reason, shortened
 from transmuter.segments.segment import Segment
 
 
@@ -17,24 +18,64 @@ class BreakReport:
     Attributes:
         node: The node's name (or its first output's).
         operator: `domain::Name`.
-        operand: The operand whose contents it needs.
-        origin: The values that lead to that operand, itself first.
+        within: Where the need arises in a graph of the node (a loop's body, a branch): which node of it has it, as
+            messages call it.
+        operand: The operand that it needs.
+        what: What it needs of that, as in "needs the contents of its operand 'shape'".
+        origin: The values that lead to that operand, itself first, back to an input.
+        inputs: All inputs that decide the contents.
+        advice: What would remove the break.
         runs, seconds, host_bytes: How often it ran, how long that took, and how many bytes of operands were read.
     """
 
     node: str
     operator: str
+    within: str
     operand: str
+    what: str
     origin: tuple[str, ...]
+    inputs: tuple[str, ...]
+    advice: str = field(compare=False)
     runs: int = field(default=0, compare=False)
     seconds: float = field(default=0.0, compare=False)
     host_bytes: int = field(default=0, compare=False)
 
+    @property
+    def title(self) -> str:
+        """Where it is and what it needs, in a line."""
+        inner = f"{self.within} in it " if self.within else ""
+        return f"{self.node} ({self.operator}): {inner}{self.what}"
+
+
+@dataclass(frozen=True)
+class CutReport:
+    """A value that is computed at its largest size, `bound` along one axis, and cut after the segment: its name, what
+    leads to its length, and what would avoid the cut."""
+
+    value: str
+    bound: int
+    origin: tuple[str, ...]
+    advice: str
+
 
 @dataclass(frozen=True)
 class SegmentReport:
-    """A segment: its place in a run, its signature, how many nodes it evaluates, how often the cache had it, how often
-    it ran and how long that took (until JAX had taken the work on), what it cost, and the breaks after it."""
+    """A segment of the graph, compiled for one signature.
+
+    Attributes:
+        depth: Its place in a run: 0 runs first, 1 what follows its breaks, and so on.
+        signature: What it was compiled for.
+        nodes: How many nodes it evaluates, those of inlined branches included.
+        hits: How often the cache had it.
+        calls, seconds: How often it ran, and how long that took until JAX had taken the work on.
+        trace_seconds, compile_seconds: What building it took.
+        breaks: The breaks after it.
+        cuts: The values of which padding is cut off after it.
+        cut_runs, cut_seconds, cut_bytes: How often that was done, how long it took, and how many bytes were read.
+        handed_on: How many arrays it hands on to later segments, on the device.
+        results: The requested outputs that it computes.
+        operators: The operators of its nodes, most frequent first, with the names of these.
+    """
 
     depth: int
     signature: str
@@ -45,13 +86,21 @@ class SegmentReport:
     trace_seconds: float
     compile_seconds: float
     breaks: tuple[BreakReport, ...]
+    cuts: tuple[CutReport, ...] = ()
+    cut_runs: int = 0
+    cut_seconds: float = 0.0
+    cut_bytes: int = 0
+    handed_on: int = 0
+    results: tuple[str, ...] = ()
+    operators: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The segments of a compiled model; `str` of it is a report to read."""
+    """The segments of a compiled model; `str` of it is a report to read, `html()` a page to look at."""
 
     segments: tuple[SegmentReport, ...]
+    model: str = "model"
 
     @property
     def breaks(self) -> tuple[BreakReport, ...]:
@@ -63,28 +112,99 @@ class Explanation:
             found[b] = replace(b, runs=runs, seconds=seconds, host_bytes=size)
         return tuple(found.values())
 
+    @property
+    def totals(self) -> dict[str, Any]:
+        """Sums over all segments, by name."""
+        return {
+            "depths": len({s.depth for s in self.segments}),
+            "segments": len(self.segments),
+            "breaks": len(self.breaks),
+            "trace_seconds": sum(s.trace_seconds for s in self.segments),
+            "compile_seconds": sum(s.compile_seconds for s in self.segments),
+            "segment_seconds": sum(s.seconds for s in self.segments),
+            "break_seconds": sum(b.seconds for b in self.breaks),
+            "host_bytes": sum(b.host_bytes for b in self.breaks) + sum(s.cut_bytes for s in self.segments),
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON has it."""
+        return {
+            "model": self.model,
+            "totals": self.totals,
+            "segments": [asdict(s) for s in self.segments],
+            "breaks": [asdict(b) for b in self.breaks],
+        }
+
+    def html(self) -> str:
+        """The report as a page of its own: the graph as segments and breaks. It loads nothing from elsewhere."""
+        from transmuter.segments.page import page
+
+        return page(self)
+
     def __str__(self) -> str:
         if not self.segments:
             return "Nothing is compiled yet: call the compiled model first."
-        lines = []
+        totals, told = self.totals, set()
+        lines = [
+            f"{self.model}: {_count(totals['depths'], 'segment')} ({_count(totals['segments'], 'signature')}), "
+            f"{_count(totals['breaks'], 'break')}"
+        ]
         for s in self.segments:
             lines.append(
-                f"segment {s.depth} for {s.signature}: {s.nodes} nodes, {s.calls} calls, "
-                f"traced in {s.trace_seconds:.2f} s, compiled in {s.compile_seconds:.2f} s"
+                f"segment {s.depth} for {s.signature}: {_count(s.nodes, 'node')}, {_count(s.calls, 'call')} in "
+                f"{spell_seconds(s.seconds)}, traced in {spell_seconds(s.trace_seconds)}, "
+                f"compiled in {spell_seconds(s.compile_seconds)}"
             )
             for b in s.breaks:
-                lines.append(f"  break at {b.node} ({b.operator}): needs the contents of {b.operand}")
-                lines += [f"    <- {value}" for value in b.origin]
+                lines.append(f"  break at {b.title}")
+                if b not in told:
+                    lines += [f"    <- {value}" for value in shortened(b.origin)]
+                lines.append(f"    {cost(b.runs, b.seconds, b.host_bytes)}")
+                if b not in told:
+                    lines.append(f"    to remove it: {b.advice}")
+                told.add(b)
+            if s.cuts:
+                names = ", ".join(f"{c.value} (at most {c.bound})" for c in s.cuts)
+                lines.append(f"  cut after the segment: {_count(len(s.cuts), 'value')}: {names}")
+                lines.append(f"    {cost(s.cut_runs, s.cut_seconds, s.cut_bytes)}")
+                for c in s.cuts:
+                    if c not in told:
+                        lines.append(f"    {' <- '.join(shortened(c.origin))}")
+                    told.add(c)
         return "\n".join(lines)
 
 
-def explain(segments: Iterable[Segment]) -> Explanation:
+def cost(runs: int, seconds: float, size: int) -> str:
+    """What breaks or cuts took, in words."""
+    if not runs:
+        return "not run yet"
+    mean = "" if runs == 1 else f" ({spell_seconds(seconds / runs)} each)"
+    return f"ran {_count(runs, 'time')} in {spell_seconds(seconds)}{mean}, {_count(size, 'byte')} read to the host"
+
+
+def spell_seconds(seconds: float) -> str:
+    """A duration in the unit that suits it."""
+    return (
+        f"{seconds:.2f} s"
+        if seconds >= 1
+        else f"{seconds * 1e3:.1f} ms"
+        if seconds >= 1e-4
+        else f"{seconds * 1e6:.0f} µs"
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def explain(segments: Iterable[Segment], model: str = "model") -> Explanation:
     """Reports on compiled segments."""
-    return Explanation(tuple(map(report, segments)))
+    return Explanation(tuple(map(report, segments)), model)
 
 
 def report(segment: Segment) -> SegmentReport:
     """Reports on one segment."""
+    tally = segment.cut_tally
     return SegmentReport(
         segment.stage.depth,
         segment.labels["signature"],
@@ -94,18 +214,28 @@ def report(segment: Segment) -> SegmentReport:
         segment.tally.seconds,
         segment.trace_seconds,
         segment.compile_seconds,
-        tuple(_break_report(segment, needed) for needed in segment.breaks),
+        tuple(_break_report(segment, needed, segment.reasons[needed.node]) for needed in segment.breaks),
+        tuple(CutReport(v.name or "", n, reason.origin, reason.advice) for v, (n, reason) in segment.cuts.items()),
+        tally.runs,
+        tally.seconds,
+        tally.host_bytes,
+        len(segment.carried),
+        (*segment.known_outputs, *segment.emitted),
+        segment.operators,
     )
 
 
-def _break_report(segment: Segment, needed: Any) -> BreakReport:
+def _break_report(segment: Segment, needed: Break, reason: Reason) -> BreakReport:
     node, tally = needed.node, segment.break_tallies[needed.node]
-    operand = node.inputs[needed.position] if needed.position < len(node.inputs) else None
     return BreakReport(
-        node.name or node.outputs[0].name or describe(node),
+        label(node) if node.outputs else describe(node),
         operator_name(node),
-        needed.operand,
-        tuple(origin(operand)) if operand is not None else (),
+        reason.node if reason.within else "",
+        reason.operand,
+        reason.what,
+        reason.origin,
+        reason.inputs,
+        reason.advice,
         tally.runs,
         tally.seconds,
         tally.host_bytes,

@@ -14,8 +14,20 @@ import numpy as np
 import onnx_ir as ir
 
 from transmuter.lowering.arrays import HALVES, in_jax, is_float, is_known, traced
-from transmuter.lowering.evaluation import HOST, PENDING, Bind, Break, Evaluation, Work, describe
+from transmuter.lowering.evaluation import (
+    HOST,
+    PENDING,
+    Bind,
+    Break,
+    Evaluation,
+    Promote,
+    Work,
+    describe,
+    label,
+    operator_name,
+)
 from transmuter.lowering.padding import Padded, is_open
+from transmuter.lowering.reasons import break_reason, hidden, length_reason
 from transmuter.model import Model
 from transmuter.segments import preparation
 
@@ -41,6 +53,8 @@ class Stage:
     static: set[ir.Value] = field(default_factory=set)
     """Those of `arrays` whose contents are part of the signature, since a shape or a branch depends on them."""
     depth: int = 0
+    past: Mapping[ir.Value, bool] = field(default_factory=dict)
+    """Whether values of earlier segments were hidden while these were traced."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +84,6 @@ class Tally:
             self.host_bytes += host_bytes
 
 
-class Promote(Exception):
-    """Tracing needs the contents of these arguments, which are small: they become part of the signature."""
-
-    def __init__(self, values: frozenset[ir.Value]):
-        super().__init__(values)
-        self.values = values
-
-
 class Segment:
     """One traced and compiled part of a model's graph, with what follows it.
 
@@ -91,6 +97,10 @@ class Segment:
         trace_seconds, compile_seconds: What building it took.
         tally: How often it has run, and the time until JAX had taken that on.
         break_tallies: The same of its breaks, by node; these wait for the operands that they read.
+        reasons: Why it has its breaks, by node.
+        cuts: The values that are cut after it (those that a break cuts aside), with the size that they are padded to,
+            and the reason for that.
+        cut_tally: How often that was, how long it took, and how many bytes the host read.
         hits: How often the cache was asked for it and had it.
         returns_arrays: Whether each requested output is one array, not padded, nor a sequence.
         largest: The nodes with the largest results, and the bytes of these.
@@ -123,6 +133,7 @@ class Segment:
         for needed in self.breaks:
             _forget_frames(needed)
         self.break_tallies = {needed.node: Tally() for needed in self.breaks}
+        self.cut_tally = Tally()
         self.trace_seconds = time.perf_counter() - started
 
     def _trace(self, static: Mapping[ir.Value, np.ndarray], avals: Sequence[Any], params: Mapping[str, Any]) -> None:
@@ -141,6 +152,9 @@ class Segment:
                 waiting = evaluating.run(stage.work, scope)
                 evaluating.refuse_unsupported(waiting, scope)
                 self.nodes = evaluating.evaluated
+                known_of = model.program, scope, stage.past
+                self.reasons = {needed.node: break_reason(needed, *known_of) for needed in self.breaks}
+                self.past = {**stage.past, **{v: hidden(x) for v, x in scope.values.items()}} if self.breaks else {}
                 return self._results(scope, waiting, structure)
 
         key = jax.eval_shape(lambda: jax.random.key(0)) if model.is_random else None
@@ -226,6 +240,13 @@ class Segment:
             elif result is not PENDING:
                 carried[value] = _handed_on(result)
         self.carried = list(carried)
+        told = {v for b in self.breaks if b.is_length for v in b.values()}
+        handed_on = dict.fromkeys([*carried, *(stage.pending_outputs[name] for name in emitted)])
+        self.cuts = {
+            v: (x.bound, length_reason(v, self.model.program, scope, stage.past))
+            for v in handed_on
+            if isinstance(x := scope[v], Padded) and v not in told
+        }
         self.returns_arrays = all(isinstance(x, jax.Array) for x in emitted.values())
         flat, tree = jax.tree.flatten((list(carried.values()), list(emitted.values())))
         structure.append(tree)
@@ -268,6 +289,14 @@ class Segment:
         parts += [f"{value.name} = {_spell_contents(array)}" for value, array in self.static.items()]
         signature = ", ".join(parts) or "no arguments"
         return {"model": self.model.name, "depth": self.stage.depth, "signature": signature}
+
+    @functools.cached_property
+    def operators(self) -> dict[str, tuple[str, ...]]:
+        """The operators of the nodes that it evaluates, with the names of these."""
+        found: dict[str, list[str]] = {}
+        for node in self._work:
+            found.setdefault(operator_name(node), []).append(label(node))
+        return {name: tuple(nodes) for name, nodes in sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))}
 
     @property
     def node_names(self) -> list[str]:
