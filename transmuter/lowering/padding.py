@@ -225,7 +225,7 @@ def NonZero(x: jax.Array) -> Padded:
     if x.ndim == 0:
         raise NeedsLength
     places = jnp.nonzero(x, size=x.size, fill_value=0)
-    return Padded(cast(jnp.stack(places), np.int64), _count(x != 0), 1, _Same(x))
+    return Padded(cast(jnp.stack(places), np.int64), _count(cast(x, bool)), 1, _Same(x))
 
 
 @_bounded()
@@ -301,7 +301,7 @@ def NonMaxSuppression(
         def step(state: tuple[jax.Array, jax.Array], box: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
             kept, number = state
             stays = allowed[box] & (number < most) & ~jnp.any(clashes[box] & kept)
-            return (kept.at[box].set(stays), number + stays), stays
+            return (kept.at[box].set(stays), number + cast(stays, number.dtype)), stays
 
         order = jnp.argsort(-scores, stable=True)
         return order, jax.lax.scan(step, (jnp.zeros(count, bool), jnp.zeros((), most.dtype)), order)[1]
