@@ -13,11 +13,12 @@ from transmuter.errors import (
     UnsupportedOperatorError,
 )
 from transmuter.model import Model, TensorSpec, load
-from transmuter.segments import CompiledModel, compile, run
+from transmuter.segments import Buckets, CompiledModel, compile, run
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Buckets",
     "CompiledModel",
     "ExecutionError",
     "GraphBreakError",

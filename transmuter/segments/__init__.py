@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,12 +10,24 @@ from typing import Any
 import jax
 
 from transmuter.model import Model
+from transmuter.segments.buckets import BucketedModel, Buckets
 from transmuter.segments.cache import CacheInfo, Counts, use_persistent_cache
 from transmuter.segments.executor import CompiledModel
 from transmuter.segments.explanation import BreakReport, Explanation, SegmentReport
 from transmuter.staging import differentiated, exact_dtypes, transposed_exactly
 
-__all__ = ["BreakReport", "CacheInfo", "CompiledModel", "Counts", "Explanation", "SegmentReport", "compile", "run"]
+__all__ = [
+    "BreakReport",
+    "BucketedModel",
+    "Buckets",
+    "CacheInfo",
+    "CompiledModel",
+    "Counts",
+    "Explanation",
+    "SegmentReport",
+    "compile",
+    "run",
+]
 
 
 def run(
@@ -56,6 +69,7 @@ def compile(
     static_inputs: Sequence[str] = (),
     outputs: Sequence[str] | None = None,
     persistent_cache: str | os.PathLike[str] | None = None,
+    buckets: Buckets | Mapping[str, Sequence[int]] | None = None,
 ) -> CompiledModel:
     """Compiles a model with `jax.jit`, in as few segments as its graph allows.
 
@@ -73,16 +87,20 @@ def compile(
             Segments are kept there however quickly they compile; for the rest of the process JAX's limit of a second
             stays (`jax_persistent_cache_min_compile_time_secs`; one of your own holds for segments too). None is the
             environment variable TRANSMUTER_CACHE_DIR, unless JAX has a folder already; without either there is none.
+        buckets: Lengths that symbolic axes are padded to, so that many lengths share an executable:
+            `{"sequence_length": [32, 128, 512]}`, or `Buckets`, which says more. Outputs are cropped. Each combination
+            of buckets is a signature, so that `cache_size` should hold those that are used.
 
     Returns:
         The compiled model; call it with a dict of inputs.
 
     Raises:
-        InputError: A name is unknown, or an example input does not fit.
+        InputError: A name is unknown, an example input does not fit, or no input masks what `buckets` pads.
         UnsupportedOperatorError, LoweringError, ExecutionError: What a call raises, where example inputs are given.
         ValueError: JAX keeps executables in another folder than `persistent_cache` already.
     """
-    compiled = CompiledModel(
+    kind = CompiledModel if buckets is None else functools.partial(BucketedModel, buckets=buckets)
+    compiled = kind(
         model,
         cache_size=cache_size,
         static_inputs=static_inputs,
