@@ -33,7 +33,7 @@ def plain() -> transmuter.Model:
 
 
 def breaking() -> transmuter.Model:
-    """`nonzero(x @ w > 0)` decides a shape in the middle; the rest gathers those elements and takes a product."""
+    """`nonzero(x @ w > 0)` decides a shape in the middle; the rest reverses those elements and takes a product."""
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["h"]),
         helper.make_node("Tanh", ["h"], ["t"]),
@@ -41,7 +41,9 @@ def breaking() -> transmuter.Model:
         helper.make_node("NonZero", ["positive"], ["places"], name="places"),
         helper.make_node("Transpose", ["places"], ["indices"], perm=[1, 0]),
         helper.make_node("GatherND", ["t", "indices"], ["picked"]),
-        helper.make_node("Mul", ["picked", "picked"], ["squares"]),
+        # only this needs to know how many there are
+        helper.make_node("Slice", ["picked", "minus", "least", "axis", "minus"], ["reversed"], name="reverse"),
+        helper.make_node("Mul", ["reversed", "reversed"], ["squares"]),
         helper.make_node("ReduceSum", ["squares"], ["s"], keepdims=0),
         helper.make_node("MatMul", ["t", "w2"], ["u"]),
         helper.make_node("Mul", ["u", "s"], ["y"]),
@@ -50,6 +52,9 @@ def breaking() -> transmuter.Model:
         numpy_helper.from_array(W, "w"),
         numpy_helper.from_array(W * 0.5, "w2"),
         numpy_helper.from_array(np.float32(0), "zero"),
+        numpy_helper.from_array(np.array([-1]), "minus"),
+        numpy_helper.from_array(np.array([-1000]), "least"),
+        numpy_helper.from_array(np.array([0]), "axis"),
     ]
     return transmuter.load(model_of(nodes, [info("x", ("n", 8))], [info("y", None)], weights))
 
@@ -146,9 +151,9 @@ def test_a_break_in_the_middle() -> None:
     compiled = transmuter.compile(model, {"x": X})
     np.testing.assert_allclose(compiled(X)["y"], reference(model.params, X), rtol=1e-4, atol=1e-5)
     first = compiled.segments[0]
-    assert [b.operator for b in compiled.explain().breaks] == ["NonZero"]
-    assert first.nodes == 4, "what does not depend on the break runs before it"
-    assert compiled.explain().breaks[0].node == "places"
+    assert [b.operator for b in compiled.explain().breaks] == ["Slice"]
+    assert first.nodes == 7, "what does not depend on the break runs before it"
+    assert compiled.explain().breaks[0].node == "reverse"
     np.testing.assert_allclose(transmuter.run(model, {"x": X})["y"], reference(model.params, X), rtol=1e-4, atol=1e-5)
 
 
@@ -188,14 +193,16 @@ def test_a_break_that_a_transform_hides_is_named() -> None:
     for call in (
         jax.jit(lambda x: model.apply(model.params, {"x": x})),
         jax.jit(lambda x: compiled({"x": x})),
-        lambda x: jax.vmap(lambda row: compiled({"x": row})["y"])(x[None]),
+        lambda x: jax.vmap(lambda row: model.apply(model.params, {"x": row})["y"])(x[None]),
     ):
         with pytest.raises(
-            GraphBreakError, match=r"'places' \(NonZero\) needs the contents of its operand 'x'"
+            GraphBreakError, match=r"'reverse' \(Slice\) needs to know how long its operand 'data' is"
         ) as caught:
             call(jnp.asarray(X))
-        assert caught.value.operator == "NonZero"
-        assert any("Greater" in step for step in caught.value.origin)
+        assert caught.value.operator == "Slice"
+        assert any("GatherND" in step for step in caught.value.origin)
+    with pytest.raises(GraphBreakError, match=r"How long 'picked' is"):
+        jax.vmap(lambda row: compiled({"x": row})["y"])(jnp.asarray(X)[None])
 
 
 def test_strings_run_between_segments() -> None:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transmuter.errors import GraphBreakError
 from transmuter.lowering import elementwise
 from transmuter.lowering.arrays import canonical, cast, contents, dims, is_float, is_known, traced
 from transmuter.lowering.indexing import corners
@@ -194,9 +195,19 @@ def is_open(value: Any) -> bool:
 
 
 def cut(values: dict[Any, Any]) -> dict[Any, Any]:
-    """Values with their padding cut off, for which all lengths are read at once."""
+    """Values (by graph value or name) with their padding cut off, for which all lengths are read at once.
+
+    Raises:
+        GraphBreakError: `vmap` hides one.
+    """
     found = {key: value for key, value in values.items() if isinstance(value, Padded)}
-    lengths = jax.device_get([value.length for value in found.values()])
+    lengths = [contents(value.length) for value in found.values()]
+    for key, length in zip(found, lengths, strict=True):
+        if length is None:
+            raise GraphBreakError(
+                f"How long {getattr(key, 'name', key)!r} is depends on contents, which a JAX transform around the call "
+                "(vmap) hides. Call the compiled model for each element outside of that transform."
+            )
     whole = {
         key: jax.lax.slice_in_dim(value.array, 0, int(length), axis=value.axis)
         for (key, value), length in zip(found.items(), lengths, strict=True)
