@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -631,3 +633,72 @@ def test_gradients_through_a_break_raise_no_warning_with_x64_off(op: str) -> Non
     x = jnp.asarray(RNG.standard_normal(19).astype(np.float32))
     wanted = 2 * x * (x > 0) if op == "Compress" else 2 * x
     np.testing.assert_allclose(jax.grad(lambda x: jnp.sum(compiled({"x": x})["y"] ** 2))(x), wanted, rtol=1e-5)
+
+
+# ---- bodies of loops that run between segments ----------------------------------------------------------------------
+
+BODY = """<ir_version: 8, opset_import: ["" : 18]>
+    main (int64 n, ELEMENT[k] x, ELEMENT[j] grown) => (ELEMENT[k] y, ELEMENT[m] h)
+    <bool true = {1}, ELEMENT[4] w = {1, 2, 3, 4}> {
+  y, last, h = Loop (n, true, x, grown) <body = b (int64 i, bool c, ELEMENT[k] v, ELEMENT[l] g)
+      => (bool d, ELEMENT[k] u, ELEMENT[o] f, ELEMENT r) {
+    d = Identity (c)
+    places = NonZero (v)
+    indices = Transpose (places)
+    picked = GatherND (v, indices)
+    shares = Softmax<axis = 0> (picked)
+    r = ReduceMax<keepdims = 0> (shares)
+    scaled = Mul (v, w)
+    f = GROWTH
+    total = ReduceSum<keepdims = 0> (f)
+    sum = Add (total, r)
+    moved = Add (scaled, sum)
+    u = Sin (moved)
+  }>
+}"""
+
+
+def looping(growth: str = "Identity (g)", element: str = "float") -> transmuter.Model:
+    text = BODY.replace("ELEMENT", element).replace("GROWTH", growth)
+    return transmuter.load(onnx.parser.parse_model(text), trainable=True)
+
+
+def loop_inputs(n: int, dtype: str = "float32") -> dict[str, np.ndarray]:
+    return {"n": np.array(n), "x": np.array([0, 1, 0, 2], dtype), "grown": np.ones(2, dtype)}
+
+
+@pytest.mark.parametrize(("element", "dtype"), [("float", "float32"), ("float16", "float16")])
+def test_the_body_of_a_loop_that_breaks_is_compiled(element: str, dtype: str) -> None:
+    model = looping(element=element)
+    compiled = transmuter.compile(model)
+    for n in (1, 20, 20):
+        outputs, wanted = compiled(loop_inputs(n, dtype)), transmuter.run(model, loop_inputs(n, dtype))
+        for name in wanted:
+            np.testing.assert_allclose(
+                outputs[name], wanted[name], rtol=1e-3 if dtype == "float16" else 1e-5, atol=1e-6
+            )
+    assert {b.operator for b in compiled.explain().breaks} == {"Loop"}
+    [body] = compiled._bodies.values()
+    assert body.compiled.cache_info().hits > 2 * body.compiled.cache_info().misses
+
+
+def test_the_body_of_a_loop_that_grows_is_not_compiled_for_each_size() -> None:
+    model = looping("Concat<axis = 0> (g, g)")
+    compiled = transmuter.compile(model)
+    outputs, wanted = compiled(loop_inputs(4)), transmuter.run(model, loop_inputs(4))
+    for name in wanted:
+        np.testing.assert_allclose(outputs[name], wanted[name], rtol=1e-5, atol=1e-6)
+    [body] = compiled._bodies.values()
+    assert not body.compiled.segments
+
+
+def test_gradients_flow_through_a_compiled_body() -> None:
+    model = looping()
+    compiled, inputs = transmuter.compile(model), loop_inputs(6)
+
+    def loss(call: Callable[..., Any]) -> Callable[..., jax.Array]:
+        return lambda params, x: jnp.sum(call(params, {**inputs, "x": x})["h"])
+
+    ours = jax.grad(loss(lambda params, x: compiled(x, params=params)), (0, 1))(model.params, inputs["x"])
+    eager = jax.grad(loss(model.apply), (0, 1))(model.params, inputs["x"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), ours, eager)

@@ -156,7 +156,7 @@ class Subgraph:
             key=outer.key if key is None else key,
         )
         wanted = self._outputs(outputs)
-        results = self._evaluation.graph(self.graph, scope, wanted)
+        results = self._evaluation.body(self.graph, scope, wanted)
         for value, result in zip(wanted, results, strict=True):
             if isinstance(result, padding.Padded):  # branches and iterations have to agree in shape
                 raise Break(value.producer() or self.graph[-1], 0, "length", is_length=True)
@@ -429,7 +429,7 @@ class Evaluation:
     With `breaks` (a list) a node that needs hidden contents is appended to it with the operand it needs, and what
     depends on it waits; without, it raises `GraphBreakError`. `unsupported` collects operators without a lowering in
     the same way. `promote` is asked about operands whose contents would avoid a break, and raises where it can make
-    them known.
+    them known. `bodies` is offered each run of a subgraph, and may return its outputs.
     """
 
     def __init__(
@@ -439,8 +439,10 @@ class Evaluation:
         breaks: list[Break] | None = None,
         unsupported: dict[str, list[str]] | None = None,
         promote: Callable[[Sequence[ir.Value]], None] | None = None,
+        bodies: Callable[[ir.Graph, Scope, tuple[ir.Value, ...]], tuple[Any, ...] | None] | None = None,
     ):
         self.program, self.breaks, self.unsupported, self.promote = program, breaks, unsupported, promote
+        self._bodies = bodies
         self.evaluated = 0
         self.past: dict[ir.Value, bool] = {}
         """Whether values that `run` has freed were hidden."""
@@ -545,6 +547,12 @@ class Evaluation:
         waiting = self.run(self.program.work(branch, branch.outputs), scope)
         self._bind_outputs(Bind(tuple(node.outputs), tuple(branch.outputs)), scope, waiting)
         return waiting
+
+    def body(self, graph: ir.Graph, scope: Scope, outputs: tuple[ir.Value, ...]) -> tuple[Any, ...]:
+        """The outputs of a subgraph: from `bodies`, if that has another way to run it, as of a model's main graph."""
+        is_plain = self._bodies is not None and scope.attributes is None and scope.opsets is self.program.opsets
+        results = self._bodies(graph, scope, outputs) if is_plain else None
+        return self.graph(graph, scope, outputs) if results is None else results
 
     def graph(self, graph: ir.Graph, scope: Scope, outputs: Sequence[ir.Value] | None = None) -> tuple[Any, ...]:
         """The outputs of `graph`, or these of its values; `scope` holds its inputs. A break anywhere inside is one of

@@ -62,6 +62,22 @@ class _Plan:
     """Names of the outputs, and their places among the segment's results."""
 
 
+class _Body:
+    """The body of a loop that has to run eagerly, compiled once its iterations keep their shapes.
+
+    One that changes them with each iteration, or needs the contents of something small, would be compiled each time.
+    """
+
+    def __init__(self, compiled: CompiledModel):
+        self.compiled, self._shapes = compiled, None
+
+    def is_steady(self, state: Mapping[ir.Value, Any]) -> bool:
+        """Whether the iteration before had the same shapes."""
+        before, self._shapes = self._shapes, [None if is_host(x) else _shape(x) for x in state.values()]
+        is_static = any(stage.static for stage in self.compiled._roots.values())
+        return before is not None and not is_static and before == self._shapes
+
+
 class CompiledModel:
     """A model compiled for the shapes it is called with. Make one with `transmuter.compile`.
 
@@ -87,7 +103,7 @@ class CompiledModel:
         if cache_size < 1:
             raise ValueError(f"cache_size is {cache_size}, but must be at least 1.")
         self.model, self.cache_size = model, cache_size
-        self._wanted = model.values(outputs)
+        self._graph, self._wanted = model.graph, model.values(outputs)
         if isinstance(static_inputs, str):
             raise InputError(f"static_inputs is the string {static_inputs!r}. Give a list of names.")
         unknown = [name for name in static_inputs if name not in {**model.inputs, **model.overridable_inputs}]
@@ -96,6 +112,7 @@ class CompiledModel:
                 f"There is no input {unknown[0]!r} to be static. The model's are {', '.join(model.inputs)}."
             )
         self._static = {value for value in model.graph.inputs if value.name in static_inputs}
+        self._bodies: dict[tuple[ir.Graph, tuple[ir.Value, ...]], _Body] = {}
         self._roots: dict[tuple[tuple[ir.Value, bool], ...], Stage] = {}
         self._keeping = keeping_all if keeps_executables else contextlib.nullcontext
         self._cache = SegmentCache(cache_size, self._static)
@@ -148,8 +165,9 @@ class CompiledModel:
         x64 = jax.config.jax_enable_x64
         with exact_dtypes():
             keys = [self._key() if key is None else key] if model.is_random else []
+            exact = {value: _widened(value, array) for value, array in held.items()}
             if params is None and buffers is None:
-                results = self._run(held, _Call(keys, x64))
+                results = self._run(exact, _Call(keys, x64))
                 if kinds is not None and kinds not in self._plans:
                     self._plan(kinds, held)
                 return results
@@ -157,7 +175,7 @@ class CompiledModel:
             buffers = model.buffers if buffers is None else buffers
             model.check_weights("param", params)
             model.check_weights("buffer", buffers)
-            return self._run(held, _Call(keys, x64, params, buffers, {**params, **buffers}))
+            return self._run(exact, _Call(keys, x64, params, buffers, {**params, **buffers}))
 
     def warm_up(
         self, examples: Mapping[str, Any] | Iterable[Mapping[str, Any]], *, progress: bool | None = None
@@ -233,7 +251,7 @@ class CompiledModel:
 
     def _run(self, held: Mapping[ir.Value, Any], call: _Call, *, stops_early: bool = False) -> dict[str, Any]:
         """Runs on checked inputs; `stops_early` leaves the last segment out, once it is compiled."""
-        state: dict[ir.Value, Any] = {value: _widened(value, array) for value, array in held.items()}
+        state = dict(held)
         stage = self._root(state)
         # Strings that are returned as they are given pass no segment.
         results: dict[str, Any] = {n: state[v] for n, v in self._wanted.items() if v in state and is_host(state[v])}
@@ -256,7 +274,7 @@ class CompiledModel:
         after = self._after(segment, state)
         for name, value in segment.stage.pending_outputs.items():
             if name not in results and value in state and name not in after.pending_outputs:
-                results[name] = self.model.declared(value, state[value])
+                results[name] = segment.stage.returned(self.model, value, state[value])
         if not after.work:
             return None, {}
         return after, {value: state[value] for value in (*after.arrays, *after.host)}
@@ -403,9 +421,11 @@ class CompiledModel:
         kinds = tuple((value, is_host(x)) for value, x in state.items())
         stage = self._roots.get(kinds)
         if stage is None:
-            work = self.model.program.work(self.model.graph, tuple(self._wanted.values()))
+            work = self.model.program.work(self._graph, tuple(self._wanted.values()))
             arrays = [value for value, host in kinds if not host]
-            stage = Stage(work, arrays, {}, [v for v, host in kinds if host], dict(self._wanted), set(self._static))
+            host = [value for value, host in kinds if host]
+            is_body = self._graph is not self.model.graph
+            stage = Stage(work, arrays, {}, host, dict(self._wanted), set(self._static), is_body=is_body)
             stage = self._roots.setdefault(kinds, stage)  # another thread may have made it meanwhile
         return stage
 
@@ -481,7 +501,8 @@ class CompiledModel:
         nodes = [needed.node for needed in segment.breaks if not needed.only_reads]
         outputs = [value for node in nodes for value in node.outputs]
         held = {**segment.stage.known, **segment.known, **state}
-        for value in {v for node in nodes for v in model.program.operands(node)} & model.weight_values.keys():
+        read = {v for node in nodes for v in model.program.operands(node)}
+        for value in (read & model.weight_values.keys()) - held.keys():
             kind, name = model.weight_values[value]
             given = call.params if kind == "param" else call.buffers
             held[value] = model.weight(name) if given is None else given[name]
@@ -492,7 +513,7 @@ class CompiledModel:
             with model.lowering_dtypes():
                 values = {**held, **{order[i]: x for i, x in arrays.items()}}
                 scope = model.scope(values, {}, next(iter(call.keys), None))
-                evaluation = Evaluation(model.program)
+                evaluation = Evaluation(model.program, bodies=functools.partial(self._run_body, call))
                 for needed in segment.breaks:
                     if not needed.only_reads:
                         read = _operands_read(model, needed, scope)
@@ -508,6 +529,25 @@ class CompiledModel:
             state.update({v: arrays[i] if i in arrays else scopes[-1].values[v] for i, v in enumerate(outputs)})
         for bind in segment.binds:
             state.update({v: {**held, **state}[source] for v, source in zip(bind.outputs, bind.sources, strict=True)})
+
+    def _run_body(
+        self, call: _Call, graph: ir.Graph, scope: Scope, outputs: tuple[ir.Value, ...]
+    ) -> tuple[Any, ...] | None:
+        """The outputs of the body of a Loop or Scan that runs eagerly; None where that has to run eagerly too."""
+        if staged():
+            return None
+        model = self.model
+        body = self._bodies.get((graph, outputs))
+        if body is None:
+            body = self._bodies.setdefault((graph, outputs), _Body(CompiledModel(model, cache_size=self.cache_size)))
+            body.compiled._graph, body.compiled._wanted = graph, {str(i): v for i, v in enumerate(outputs)}
+        own = () if call.weights is not None else model.weight_values.keys()  # given ones are operands as any other
+        captured = [v for v in model.program.captures(graph) if v not in own and not model.is_constant(v)]
+        state = {v: scope[v] for v in (*graph.inputs, *captured)}
+        if not body.is_steady(state):
+            return None
+        inner = _Call([scope.key] if model.is_random else [], call.x64, counts=call.counts)
+        return tuple(body.compiled._run(state, inner).values())
 
     def _run_break(
         self,
@@ -553,6 +593,7 @@ class CompiledModel:
                 {needed.node.inputs[0] for needed in segment.breaks if needed.only_reads and not needed.is_length},
                 before.depth + 1,
                 segment.past,
+                before.is_body,
             )
             after = segment.after.setdefault(kinds, after)  # another thread may have made it meanwhile
         return after

@@ -55,6 +55,12 @@ class Stage:
     depth: int = 0
     past: Mapping[ir.Value, bool] = field(default_factory=dict)
     """Whether values of earlier segments were hidden while these were traced."""
+    is_body: bool = False
+    """Whether the outputs are those of a loop's body, which stay in the dtypes that the graph computes in."""
+
+    def returned(self, model: Model, value: ir.Value, result: Any) -> Any:
+        """A requested output as it leaves the run."""
+        return result if self.is_body else model.declared(value, result)
 
 
 @dataclass(frozen=True)
@@ -223,14 +229,15 @@ class Segment:
             if result is PENDING or result is HOST:
                 continue
             if is_known(result) and not is_open(result):
-                self.known_outputs[name] = self.model.declared(value, result)
+                self.known_outputs[name] = stage.returned(self.model, value, result)
             else:
-                emitted[name] = self.model.declared(value, _handed_on(result))
+                emitted[name] = stage.returned(self.model, value, _handed_on(result))
         self.emitted = list(emitted)
         carried: dict[ir.Value, Any] = {}
         self.passed: list[ir.Value] = []
         for value in needed:
-            if value in produced or value in weights or self.model.is_constant(value):
+            is_weight = value in weights and value not in self._arguments
+            if value in produced or is_weight or self.model.is_constant(value):
                 continue
             result = scope[value]
             if result is HOST or value in self._arguments:
