@@ -146,12 +146,12 @@ class Explanation:
             return "Nothing is compiled yet: call the compiled model first."
         totals, told = self.totals, set()
         lines = [
-            f"{self.model}: {_count(totals['depths'], 'segment')} ({_count(totals['segments'], 'signature')}), "
-            f"{_count(totals['breaks'], 'break')}"
+            f"{self.model}: {count(totals['depths'], 'segment')} ({count(totals['segments'], 'signature')}), "
+            f"{count(totals['breaks'], 'break')}"
         ]
         for s in self.segments:
             lines.append(
-                f"segment {s.depth} for {s.signature}: {_count(s.nodes, 'node')}, {_count(s.calls, 'call')} in "
+                f"segment {s.depth} for {brief(s.signature)}: {count(s.nodes, 'node')}, {count(s.calls, 'call')} in "
                 f"{spell_seconds(s.seconds)}, traced in {spell_seconds(s.trace_seconds)}, "
                 f"compiled in {spell_seconds(s.compile_seconds)}"
             )
@@ -165,7 +165,7 @@ class Explanation:
                 told.add(b)
             if s.cuts:
                 names = ", ".join(f"{c.value} (at most {c.bound})" for c in s.cuts)
-                lines.append(f"  cut after the segment: {_count(len(s.cuts), 'value')}: {names}")
+                lines.append(f"  cut after the segment: {count(len(s.cuts), 'value')}: {names}")
                 lines.append(f"    {cost(s.cut_runs, s.cut_seconds, s.cut_bytes)}")
                 for c in s.cuts:
                     if c not in told:
@@ -174,12 +174,17 @@ class Explanation:
         return "\n".join(lines)
 
 
+def brief(text: str, most: int = 200) -> str:
+    """A text of which the middle is left out if it is long."""
+    return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[-most // 3 :]}"
+
+
 def cost(runs: int, seconds: float, size: int) -> str:
     """What breaks or cuts took, in words."""
     if not runs:
         return "not run yet"
     mean = "" if runs == 1 else f" ({spell_seconds(seconds / runs)} each)"
-    return f"ran {_count(runs, 'time')} in {spell_seconds(seconds)}{mean}, {_count(size, 'byte')} read to the host"
+    return f"ran {count(runs, 'time')} in {spell_seconds(seconds)}{mean}, {count(size, 'byte')} read to the host"
 
 
 def spell_seconds(seconds: float) -> str:
@@ -193,7 +198,8 @@ def spell_seconds(seconds: float) -> str:
     )
 
 
-def _count(number: int, what: str) -> str:
+def count(number: int, what: str) -> str:
+    """A number of things, in words."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
