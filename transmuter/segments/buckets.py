@@ -329,12 +329,12 @@ class _Axes:
             fits = isinstance(value, str) if is_text else np.ndim(value) == 0 and not isinstance(value, str)
             if fits and not is_text:
                 with np.errstate(all="ignore"):
-                    cast = np.asarray(value).astype(dtype)
+                    cast = np.asarray(value).astype(dtype)[()]
                 fits = dtype.kind not in "biu" or bool(cast == value)
-                value = cast[()]
             if not fits:
-                raise InputError(f"{name!r} cannot be padded with {value!r}. Give a {dtype.name} number.")
-            values[name] = value
+                kind = "a string" if is_text else f"one number of {dtype.name}"
+                raise InputError(f"{name!r} cannot be padded with {value!r}. Give {kind}.")
+            values[name] = value if is_text else cast
         return values
 
     # -- of a call
