@@ -237,6 +237,7 @@ class CompiledModel:
             self._plans.clear()
             self._prepared.clear()
             self._roots.clear()
+            self._bodies.clear()
 
     @property
     def segments(self) -> list[Segment]:
