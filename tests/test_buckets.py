@@ -204,6 +204,17 @@ def test_an_input_is_padded_with_its_pad_value() -> None:
     )
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(("side", "wanted"), [("right", [1, 2, 2, 2]), ("left", [1, 1, 1, 2])])
+def test_rows_of_a_batch_are_padded_with_copies(side: str, wanted: list[int], on_device: bool) -> None:
+    model = transmuter.load(model_of([node("Identity", ["x"], ["y"])], [info("x", ("batch",))], [info("y", None)]))
+    compiled = transmuter.compile(model, buckets=Buckets({"batch": [4]}, side=side, axes={"y": {0: None}}))
+    x = np.float32([1, 2])
+    np.testing.assert_array_equal(compiled(jnp.asarray(x) if on_device else x)["y"], wanted)
+    np.testing.assert_array_equal(jax.jacrev(lambda x: compiled(x)["y"])(x).sum(0), np.bincount(wanted)[1:])
+    np.testing.assert_array_equal(compiled(x[:0])["y"], np.zeros(4))
+
+
 def test_warming_up_compiles_the_buckets_of_shapes_and_examples() -> None:
     compiled = transmuter.compile(encoder(), buckets={"sequence": [4, 8]})
     assert compiled.warm_up([{"input_ids": (2, 3), "attention_mask": (2, 3)}, inputs_of(2, 7)]) is compiled
@@ -240,7 +251,7 @@ def test_many_threads_share_a_bucket() -> None:
 @pytest.mark.parametrize("element", [TensorProto.FLOAT, TensorProto.DOUBLE])
 def test_gradients_are_those_without_padding(element: int, x64: bool) -> None:
     model = encoder(embeds=True, element=element)
-    plain, padded = transmuter.compile(model), transmuter.compile(model, buckets={"sequence": [8]})
+    plain, padded = transmuter.compile(model), transmuter.compile(model, buckets={"sequence": [8], "batch": [4]})
     inputs = embedded(2, 5, helper.tensor_dtype_to_np_dtype(element) if x64 else np.float32)
 
     def loss(compiled: Any) -> Any:
@@ -407,8 +418,7 @@ def test_an_image_is_cropped_to_what_a_strided_convolution_leaves_of_it() -> Non
             [numpy_helper.from_array(kernel, "kernel")],
         )
     )
-    names = ["batch", "h", "w"]
-    compiled = transmuter.compile(model, buckets=Buckets({"batch": [2], "h": [8, 16], "w": [16]}, unmasked=names))
+    compiled = transmuter.compile(model, buckets=Buckets({"batch": [2], "h": [8, 16], "w": [16]}, unmasked=["h", "w"]))
     plain = transmuter.compile(model)
     for shape in ((1, 3, 5, 9), (2, 3, 6, 16), (1, 3, 7, 10)):
         x = RNG.standard_normal(shape).astype(np.float32)
@@ -494,7 +504,9 @@ def test_a_sequence_cannot_be_cropped() -> None:
         ({"sequence": 4}, "are no lengths"),
         (Buckets({"sequence": [4]}, masks=[]), "No input masks the padding of 'sequence'"),
         (Buckets({"sequence": [4]}, masks=["mask"]), "There is no input 'mask'"),
-        (Buckets({"sequence": [4]}, unmasked=["batch"]), "'batch' is to be unmasked, but has no buckets"),
+        (Buckets({"sequence": [4]}, unmasked=["batch"]), "'batch' has no buckets"),
+        (Buckets({"sequence": [4]}, rows=["batch"]), "'batch' has no buckets"),
+        (Buckets({"batch": [4]}, rows=[], masks=[]), "No input masks the padding of 'batch'"),
         (Buckets({"sequence": [4]}, side="behind"), "The side has 'behind'"),
         (Buckets({"sequence": [4]}, side={"batch": "left"}), "The side has 'batch'"),
         (Buckets({"sequence": [4]}, pad_values={"ids": 1}), "'ids' is not padded"),

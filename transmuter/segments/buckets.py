@@ -49,8 +49,11 @@ class Buckets:
         pad_values: What an input is padded with, by name. It is 0 (False, an empty string) for the others.
         side: `"right"` pads behind, `"left"` before; or one of them by symbol, and right for the others.
         masks: The inputs that mask padding where they are 0. None is all that have "mask" in their names.
+        rows: Symbols of rows that are computed each by itself. They need no mask, and are padded with copies of the
+            last row (on the left: of the first), so that nothing is computed of a row that is masked as a whole. None
+            is all that have "batch" in their names.
         unmasked: Symbols whose padding changes no result although no input masks it, which only the caller can know:
-            those of a batch, of a decoder that looks back only.
+            that of a decoder which looks back only, say.
     """
 
     sizes: Mapping[str, Sequence[int]]
@@ -59,6 +62,7 @@ class Buckets:
     pad_values: Mapping[str, Any] = field(default_factory=dict)
     side: str | Mapping[str, str] = "right"
     masks: Sequence[str] | None = None
+    rows: Sequence[str] | None = None
     unmasked: Sequence[str] = ()
 
 
@@ -230,6 +234,7 @@ class _Axes:
         padded: By input, the size of each axis that is padded.
         outputs: By output, the size of each axis of which it is declared; None where the caller says so.
         left: The symbols that are padded on the left.
+        rows: The symbols that are padded with copies.
     """
 
     def __init__(self, model: Model, buckets: Buckets, wanted: Mapping[str, Any]):
@@ -269,6 +274,7 @@ class _Axes:
             name: self._parsed(self._texts(model.outputs.get(name), buckets, name), self.symbols) for name in wanted
         }
         self.left = {s for s in self.sizes if _checked_side(buckets.side, s, self.sizes) == "left"}
+        self.rows = {s for s in self.sizes if ("batch" in s.lower() if buckets.rows is None else s in buckets.rows)}
         self._check_masks(buckets)
         self._values = self._pad_values(buckets)
 
@@ -299,16 +305,16 @@ class _Axes:
             if name not in self.specs:
                 raise InputError(f"There is no input {name!r} to mask padding. There are {', '.join(self.specs)}.")
         masks = [n for n in self.specs if "mask" in n.lower()] if buckets.masks is None else list(buckets.masks)
-        for symbol in buckets.unmasked:
+        for symbol in (*buckets.unmasked, *(buckets.rows or ())):
             if symbol not in self.sizes:
-                raise InputError(f"{symbol!r} is to be unmasked, but has no buckets. Those are {list(self.sizes)}.")
-        for symbol in self.sizes:
+                raise InputError(f"{symbol!r} has no buckets. Those that have are {', '.join(self.sizes)}.")
+        for symbol in self.sizes.keys() - self.rows:
             having = [n for n in masks if any(symbol in d.symbols for d in self.padded.get(n, {}).values())]
             if not having and symbol not in buckets.unmasked:
                 raise InputError(
                     f"No input masks the padding of {symbol!r}, so that it may change results. Name the masks that "
-                    "have that axis in Buckets(masks=[...]); or, if padding changes nothing (a batch, a decoder that "
-                    f"looks back only), say so with Buckets(unmasked=[{symbol!r}])."
+                    f"have that axis in Buckets(masks=[...]), or say Buckets(rows=[{symbol!r}]) if it is the batch, or "
+                    f"Buckets(unmasked=[{symbol!r}]) if padding changes nothing for another reason."
                 )
             for name in having:
                 if name not in buckets.pad_values and self.specs[name].dtype.kind not in "biu":
@@ -406,7 +412,10 @@ class _Axes:
                     f"Axis {axis} of {name!r} has the size {size.text}, which cannot be padded. Compile without "
                     f"buckets for {', '.join(size.symbols & self.sizes.keys())}."
                 )
-        return _pad(array, widths, self._values[name])
+        copied = [axis for axis, size in axes.items() if size.symbols & self.rows and array.shape[axis]]
+        filled = [(0, 0) if axis in copied else width for axis, width in enumerate(widths)]
+        copies = [width if axis in copied else (0, 0) for axis, width in enumerate(widths)]
+        return _pad(_pad(array, filled, self._values[name]), copies, None)
 
 
 class _Probes:
@@ -648,11 +657,14 @@ def _is_small(x: Any) -> bool:
 
 
 def _pad(x: Any, widths: Sequence[tuple[int, int]], value: Any) -> Any:
-    """`x` with so many elements of `value` before and behind it along each axis; itself if there are none."""
+    """`x` with so many elements of `value`, or copies of its own where that is None, before and behind it along each
+    axis; itself if there are none."""
     if not any(map(any, widths)):
         return x
 
     def pad(array: np.ndarray) -> np.ndarray:
+        if value is None:
+            return np.pad(array, widths, mode="edge")
         padded = np.full([n + a + b for n, (a, b) in zip(array.shape, widths, strict=True)], value, array.dtype)
         padded[tuple(slice(a, a + n) for n, (a, _) in zip(array.shape, widths, strict=True))] = array
         return padded
@@ -661,6 +673,8 @@ def _pad(x: Any, widths: Sequence[tuple[int, int]], value: Any) -> Any:
         return pad(x)
     if _is_on_host(x):
         return _like(x, pad(np.asarray(x)))
+    if value is None:
+        return jax.numpy.pad(x, widths, mode="edge")
     return lax.pad(x, np.asarray(value, x.dtype), [(*width, 0) for width in widths])
 
 
