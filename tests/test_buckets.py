@@ -186,6 +186,15 @@ def test_new_lengths_of_a_bucket_are_not_traced_again(monkeypatch: pytest.Monkey
         assert_encodes(compiled(inputs_of(2, length)), inputs_of(2, length))
 
 
+def test_arrays_on_an_accelerator_are_padded_and_cropped_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_is_on_host", lambda x: False)
+    for x64 in (False, True):
+        compiled = transmuter.compile(encoder(), buckets={"sequence": [8], "batch": [4]})
+        with jax.enable_x64(x64):
+            inputs = inputs_of(2, 5)
+            assert_encodes(compiled({name: jnp.asarray(x) for name, x in inputs.items()}), inputs)
+
+
 def test_symbols_can_be_declared_where_the_graph_has_none_or_wrong_ones() -> None:
     axes = {name: {0: "rows", 1: "tokens"} for name in ("input_ids", "attention_mask")}
     for shape in ((None, None), ("batch", "batch"), ("sequence", "batch")):

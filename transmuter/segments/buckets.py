@@ -153,24 +153,26 @@ class BucketedModel(CompiledModel):
     ) -> dict[str, list[_Size | None]]:
         """For each output and axis its size without padding, as a function of lengths; None where none is cropped."""
         grown = tuple(s for s in lengths if padded[s] != lengths[s])
-        while True:
-            deciding = self._deciding
-            known = {name: contents(x) for name, x in held.items() if name in deciding}
-            known = {name: x for name, x in known.items() if x is not None}
-            shapes = tuple((name, np.shape(x)) for name, x in held.items() if _is_array(x))
-            key = shapes, grown, tuple((n, x.dtype.str, x.shape, x.tobytes()) for n, x in known.items())
-            if key in self._crops:
-                return self._crops[key]
-            found = _Probes(self, held, known, lengths, padded, grown)
+        shapes = tuple((name, np.shape(x)) for name, x in held.items() if _is_array(x))
+
+        def key(known: Mapping[str, np.ndarray]) -> Any:
+            return shapes, grown, tuple((n, x.dtype.str, x.shape, x.tobytes()) for n, x in known.items())
+
+        known = _read(held, self._deciding)
+        if key(known) in self._crops:
+            return self._crops[key(known)]
+        probes = _Probes(self, held, known, lengths, padded, grown)
+        if probes.at(lengths) is None:  # it may be that small inputs decide shapes
             small = {n for n, x in held.items() if n not in self._axes.padded and _is_small(x)}
-            if found.at(lengths) is None and not small <= deciding:
-                self._deciding = deciding | small
-                continue
-            crops = {name: self._crops_of(name, x, found) for name, x in results.items()}
-            for symbol in grown:
-                found.check_order(symbol)
-            self._crops[key] = crops
-            return self._crops[key]
+            more = _read(held, self._deciding | small)
+            others = _Probes(self, held, more, lengths, padded, grown)
+            if others.at(lengths) is not None:
+                self._deciding, probes, known = self._deciding | small, others, more
+        crops = {name: self._crops_of(name, x, probes) for name, x in results.items()}
+        for symbol in grown:
+            probes.check_order(symbol)
+        self._crops[key(known)] = crops
+        return crops
 
     def _crops_of(self, name: str, result: Any, probes: _Probes) -> list[_Size | None]:
         if result is None:
@@ -650,6 +652,12 @@ def _checked_side(side: str | Mapping[str, str], symbol: str, symbols: Iterable[
 
 def _is_array(x: Any) -> bool:
     return isinstance(x, (np.ndarray, jax.Array))
+
+
+def _read(held: Mapping[str, Any], names: frozenset[str]) -> dict[str, np.ndarray]:
+    """The contents of those inputs, where no transform hides them."""
+    read = {name: contents(x) for name, x in held.items() if name in names}
+    return {name: x for name, x in read.items() if x is not None}
 
 
 def _is_small(x: Any) -> bool:
