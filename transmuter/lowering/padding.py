@@ -655,6 +655,7 @@ def _concat(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any:
 
 @_rule("Gather")
 def _gather(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any:
+    """An index past the end reads padding, as a hidden one out of range reads the nearest element."""
     data, indices = operands
     if has_length(data) or has_length(indices):
         return call(operands)
@@ -778,7 +779,7 @@ def _reduced(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any
     if call.name == "ReduceMean":
         if not is_float(y):
             raise NeedsLength
-        y = y * (one.bound / cast(one.length, y.dtype))
+        y = y * (one.bound / cast(jnp.maximum(one.length, 1), y.dtype))
     return y
 
 
