@@ -332,6 +332,7 @@ def test_hostile_names_stay_text() -> None:
     proto = model_of(nodes, [info(HOSTILE, (1,))], [info("z" + HOSTILE, None)])
     proto.graph.name = "g" + HOSTILE
     explanation = explained(proto, {HOSTILE: np.array([2], np.float32)}).explain()
+    assert "\u202e" not in str(explanation)
     html = explanation.html()
     page = Page()
     page.feed(html)

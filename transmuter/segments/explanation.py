@@ -167,11 +167,15 @@ class Explanation:
                 names = ", ".join(f"{c.value} (at most {c.bound})" for c in s.cuts)
                 lines.append(f"  cut after the segment: {count(len(s.cuts), 'value')}: {names}")
                 lines.append(f"    {cost(s.cut_runs, s.cut_seconds, s.cut_bytes)}")
-                for c in s.cuts:
-                    if c not in told:
-                        lines.append(f"    {' <- '.join(shortened(c.origin))}")
-                    told.add(c)
-        return "\n".join(lines)
+                chains = [c.origin for c in s.cuts if c.origin not in told]
+                lines += [f"    {' <- '.join(shortened(chain))}" for chain in chains]
+                told.update(chains)
+        return "\n".join(map(printable, lines))
+
+
+def printable(text: str) -> str:
+    """A text in which characters that move others about (controls, directions of writing) are spelt out."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def brief(text: str, most: int = 200) -> str:

@@ -15,6 +15,7 @@ from transmuter.segments.explanation import (
     brief,
     cost,
     count,
+    printable,
     spell_seconds,
 )
 
@@ -104,9 +105,9 @@ def _by_depth(segments: Iterable[SegmentReport]) -> dict[int, list[SegmentReport
 def _tiles(explanation: Explanation) -> str:
     totals = explanation.totals
     shown = {
-        "segments": totals["depths"],
-        "signatures": totals["segments"],
-        "breaks": totals["breaks"],
+        "segments" if totals["depths"] != 1 else "segment": totals["depths"],
+        "signatures" if totals["segments"] != 1 else "signature": totals["segments"],
+        "breaks" if totals["breaks"] != 1 else "break": totals["breaks"],
         "to trace": spell_seconds(totals["trace_seconds"]),
         "to compile": spell_seconds(totals["compile_seconds"]),
         "in segments": spell_seconds(totals["segment_seconds"]),
@@ -156,7 +157,8 @@ def _depth(depth: int, segments: Sequence[SegmentReport], colours: dict[str, int
         same.setdefault((tuple(segment.operators.items()), segment.breaks, segment.results), []).append(segment)
     boxes = [_segment(depth, group, colours) for group in same.values()]
     breaks = Explanation(tuple(segments)).breaks
-    cuts = list(dict.fromkeys(cut for segment in segments for cut in segment.cuts))
+    largest = sorted((cut for segment in segments for cut in segment.cuts), key=lambda cut: cut.bound)
+    cuts = list({cut.value: cut for cut in largest}.values())
     between = [_break(b) for b in breaks]
     if cuts:
         between.append(_cuts(cuts, segments))
@@ -240,8 +242,8 @@ def _sentence(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Text as HTML shows it, with what cannot be shown (control characters) made visible."""
-    return escape("".join(c if c.isprintable() or c == " " else repr(c)[1:-1] for c in text))
+    """Text that HTML shows as it is."""
+    return escape(printable(text))
 
 
 def _colours(explanation: Explanation) -> dict[str, int]:
