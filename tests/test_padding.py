@@ -329,3 +329,98 @@ def test_a_dimension_that_the_others_determine_need_not_be_known(name: str) -> N
     model = loaded([*COUNTED, *nodes], {"y": FLOAT}, [info("x", (3, 4)), info("big", (40,))], **weights)
     big = np.sign(np.arange(40, dtype=np.float32) - 35.5)
     check(model, breaks, {"x": X[0], "big": big}, {"x": X[0], "big": big[::-1].copy()})
+
+
+# results of 4 columns, one row for each element that is found
+ROWS = [*FOUND, node("Unsqueeze", "found axis1", "column_"), node("Mul", "column_ four", "rows")]
+MIXED: dict[str, tuple[list[onnx.NodeProto], dict[str, Any], int]] = {
+    "flattened from the end": ([node("Flatten", "rows", "f", axis=-1), node("ReduceSum", "f", "y")], {}, 0),
+    "statistics of a batch": (
+        [
+            node("BatchNormalization", "rows ones noughts noughts ones", "z rm rv", training_mode=1),
+            node("ReduceSumSquare", "z first", "y"),
+        ],
+        {"ones": np.ones(4, np.float32), "noughts": np.zeros(4, np.float32)},
+        1,
+    ),
+    "resized by scales": (
+        [helper.make_node("Resize", ["rows", "", "scales"], ["z"]), node("ReduceSum", "z", "y")],
+        {"scales": np.array([2, 1], np.float32)},
+        1,
+    ),
+    "resized to sizes": (
+        [helper.make_node("Resize", ["rows", "", "", "sizes"], ["z"]), node("ReduceSum", "z", "y")],
+        {"sizes": np.array([5, 4], np.int64)},
+        1,
+    ),
+    "resized along others": (
+        [helper.make_node("Resize", ["rows", "", "scales"], ["z"]), node("ReduceSum", "z", "y")],
+        {"scales": np.array([1, 2], np.float32)},
+        0,
+    ),
+    "only a dtype": ([node("CastLike", "seven found", "y")], {"seven": np.array([7], np.int64)}, 0),
+    "read beside fewer rows": (
+        [
+            node("Sub", "places places", "z"),
+            node("GatherElements", "table z", "g", axis=1),
+            node("ReduceSum", "g", "y"),
+        ],
+        {"table": np.arange(16, dtype=np.float32).reshape(8, 2)},
+        1,
+    ),
+    "scattered from the end": (
+        [
+            node("Sub", "places places", "z"),
+            node("ReduceSum", "z axis1", "z1"),
+            node("Sub", "z1 one", "ends"),
+            node("Exp", "rows", "e"),
+            node("ScatterND", "rows ends e", "s"),
+            node("ReduceSum", "s", "y"),
+        ],
+        {},
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_what_mixes_padding_in(case):
+    nodes, weights, breaks = MIXED[case]
+    weights = {**CONSTANTS, "four": np.array([[1, 2, 3, 4]], np.float32), **weights}
+    model = loaded([*ROWS, *nodes], {"y": FLOAT}, [info("x", (3, 4))], **weights)
+    x = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
+    check(model, breaks, {"x": x})
+
+
+def test_lengths_in_other_integers():
+    nodes = [node("NonZero", "x", "at"), node("Shape", "at", "shape"), node("Cast", "shape", "y", to=TensorProto.INT32)]
+    check(loaded(nodes, {"y": TensorProto.INT32}, [info("x", (3, 4))]), 0, {"x": np.eye(3, 4, dtype=np.float32)})
+
+
+@pytest.mark.parametrize("op", ["Abs", "BitwiseAnd", "BitShift", "Cast"])
+def test_partly_known_numbers_are_numbers(op):
+    """A vector put together of a known number and a traced one, in what is no arithmetic of dimensions."""
+    element = {"BitShift": TensorProto.UINT64, "Cast": TensorProto.INT32}.get(op, INT)
+    last = {
+        "Abs": [node("Abs", "v", "y")],
+        "BitwiseAnd": [node("BitwiseAnd", "v three", "y")],
+        "BitShift": [node("Cast", "v", "u", to=element), node("BitShift", "u bits", "y", direction="LEFT")],
+        "Cast": [node("Cast", "v", "y", to=element)],
+    }[op]
+    constants = {"known": np.array([6], np.int64), "three": np.array([3], np.int64), "bits": np.array([1], np.uint64)}
+    model = loaded([node("Concat", "known a", "v", axis=0), *last], {"y": element}, [info("a", (1,), INT)], **constants)
+    y = np.asarray(transmuter.run(model, {"a": np.array([5])})["y"])
+    np.testing.assert_array_equal(y, {"BitwiseAnd": [2, 1], "BitShift": [12, 10]}.get(op, [6, 5]))
+    assert y.dtype == helper.tensor_dtype_to_np_dtype(element)
+    check(model, 0, {"a": np.array([5])})
+
+
+def test_mean_of_halves_with_a_large_bound():
+    nodes = [node("NonZero", "x", "at"), node("Transpose", "at", "p"), node("GatherND", "x p", "f")]
+    nodes.append(node("ReduceMean", "f", "y"))
+    proto = model_of(nodes, [info("x", (70000,), TensorProto.FLOAT16)], [info("y", None, TensorProto.FLOAT16)])
+    model = transmuter.load(proto, compute_type=None)
+    x = np.zeros(70000, np.float16)
+    x[[3, 60000]] = 1, 2
+    y = jax.jit(lambda x: model.apply(model.params, {"x": x}))(x)["y"]
+    np.testing.assert_array_equal(np.asarray(y), np.array([1.5], np.float16))

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import onnx_ir as ir
 
 from transmuter.errors import GraphBreakError
 from transmuter.lowering import elementwise
@@ -105,13 +106,14 @@ class Length:
     def __index__(self) -> int:
         raise NeedsLength
 
-    __int__ = __float__ = __bool__ = __neg__ = __index__
+    __int__ = __float__ = __bool__ = __neg__ = __abs__ = __invert__ = __index__
 
     def _refused(self, other: Any) -> Any:
         raise NeedsLength
 
     __sub__ = __rsub__ = __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __mod__ = __rmod__ = _refused
-    __pow__ = __rpow__ = __divmod__ = __rdivmod__ = _refused
+    __pow__ = __rpow__ = __divmod__ = __rdivmod__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _refused
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _refused
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array", "length"], meta_fields=["axis", "source"])
@@ -403,6 +405,8 @@ def _broadcast(operands: list[Any], attributes: dict[str, Any], call: Call) -> A
     """Elementwise with broadcasting: the others have no such axis, or one of size 1."""
     if not any(isinstance(o, Padded) for o in operands):
         return call(operands)
+    if attributes.get("broadcast") or (call.name == "PRelu" and "consumed_inputs" in attributes):
+        raise NeedsLength  # old versions align a vector elsewhere
     one = _of(operands)
     from_end = one.axis - one.ndim
     for o in operands:
@@ -412,6 +416,23 @@ def _broadcast(operands: list[Any], attributes: dict[str, Any], call: Call) -> A
         elif o is not None and np.ndim(o) >= -from_end and np.shape(o)[from_end] != 1:
             raise NeedsLength
     return tuple(one.with_array(y, y.ndim + from_end) for y in call(_plain(operands)))
+
+
+@_rule("Cast")
+def _cast(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any:
+    if has_length(operands[0]) and attributes["to"] not in (ir.DataType.INT64, "INT64"):
+        raise NeedsLength  # dimensions are int64
+    return _broadcast(operands, attributes, call)
+
+
+@_rule("CastLike")
+def _cast_like(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any:
+    """Only the dtype of the second operand counts."""
+    one = operands[0]
+    if has_length(one):
+        raise NeedsLength
+    results = call(_plain(operands))
+    return one.with_array(*results) if isinstance(one, Padded) else results
 
 
 _Axes = Callable[[list[Any], dict[str, Any], int], Any]
@@ -436,9 +457,10 @@ _APART: dict[str, _Axes] = {
     "Trilu": lambda o, a, rank: [rank - 2, rank - 1],
     "Pad": lambda o, a, rank: range(rank) if len(o) > 3 else _padded_axes(dims(o[1]) if len(o) > 1 else a["pads"]),
     **dict.fromkeys(
-        ("Conv", "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "BatchNormalization", "Resize"),
-        lambda o, a, rank: range(1, rank),
+        ("Conv", "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"), lambda o, a, rank: range(1, rank)
     ),
+    "BatchNormalization": lambda o, a, rank: range(0 if a.get("training_mode") else 1, rank),
+    "Resize": lambda o, a, rank: _resized_axes(o, a, rank),
     **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), lambda o, a, rank: range(1, rank)),
 }
 """Operators with results of the rank of their first operand, and the axes along which these mix its elements."""
@@ -449,6 +471,16 @@ def _padded_axes(pads: Sequence[int]) -> list[int]:
     return [i for i in range(half) if pads[i] or pads[half + i]]
 
 
+def _resized_axes(operands: list[Any], attributes: dict[str, Any], rank: int) -> Sequence[int]:
+    """Those of which the length changes, or may; a region of interest counts on the others, too."""
+    mode, axes = attributes.get("coordinate_transformation_mode"), attributes.get("axes")
+    axes = range(rank) if axes is None or mode == "tf_crop_and_resize" else axes
+    scales = operands[1 if mode is None else 2] if mode is None or len(operands) > 2 else None
+    if mode == "tf_crop_and_resize" or scales is None or np.size(scales) != len(axes):
+        return axes
+    return [axis for axis, scale in zip(axes, scales, strict=True) if scale != 1]
+
+
 @_rule(*(name for name in _APART if name not in ("Gather", "GatherElements")))
 def _apart(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any:
     one = operands[0]
@@ -457,7 +489,10 @@ def _apart(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any:
     mixed = _APART[call.name](operands, attributes, one.ndim)
     if one.axis in {axis % one.ndim for axis in mixed}:
         raise NeedsLength
-    return tuple(one.with_array(y) for y in call(_plain(operands)))
+    results = call(_plain(operands))
+    if any(y.ndim != one.ndim or y.shape[one.axis] != one.bound for y in results):  # statistics of a batch
+        raise NeedsLength
+    return tuple(one.with_array(y) for y in results)
 
 
 @_rule("Identity")
@@ -550,7 +585,8 @@ def _rows(data: Padded, count: Any) -> Padded:
 
 @_rule("Flatten")
 def _flatten(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any:
-    one, axis = operands[0], attributes["axis"] % (operands[0].ndim + 1)
+    one = operands[0]
+    axis = attributes["axis"] + (one.ndim if attributes["axis"] < 0 else 0)
     if one.axis != 0 or axis == 0:
         raise NeedsLength
     (y,) = call([one.array])
@@ -679,6 +715,8 @@ def _gather_elements(operands: list[Any], attributes: dict[str, Any], call: Call
         raise NeedsLength
     if isinstance(data, Padded) and (data.axis != indices.axis or data.source != indices.source):
         raise NeedsLength
+    if np.shape(_plain([data])[0])[indices.axis] < indices.bound:  # padding would have nothing to read
+        raise NeedsLength
     return indices.with_array(*call(_plain(operands)))
 
 
@@ -708,6 +746,10 @@ def _scatter(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any
     outside = sizes[0] if of_tuples else sizes[attributes["axis"] % len(sizes)]
     if isinstance(data, Padded) and not (of_tuples or data.axis != attributes["axis"] % data.ndim):
         raise NeedsLength
+    if isinstance(data, Padded) and data.axis < indices.array.shape[-1]:  # -1 is the last element that counts
+        number = indices.array[..., data.axis]
+        number = jnp.where(number < 0, number + cast(data.length, number.dtype), number)
+        indices = indices.with_array(indices.array.at[..., data.axis].set(number))
     (y,) = call([*_plain([data]), indices.filled(outside), updates.array])
     return data.with_array(y) if isinstance(data, Padded) else y
 
@@ -775,7 +817,11 @@ def _reduced(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any
     if one.axis not in gone:
         (y,) = call(_plain(operands))
         return one.with_array(y, one.axis if attributes["keepdims"] else one.axis - sum(a < one.axis for a in gone))
-    (y,) = call([one.filled(_NEUTRAL[call.name](one.dtype)), *operands[1:]])
+    filled, is_half = one.filled(_NEUTRAL[call.name](one.dtype)), is_float(one) and one.dtype.itemsize == 2
+    if call.name == "ReduceMean" and is_half:  # what the bound divides it by may be too much for the dtype
+        (y,) = call([cast(filled, np.float32), *operands[1:]])
+        return cast(y * (one.bound / cast(jnp.maximum(one.length, 1), y.dtype)), one.dtype)
+    (y,) = call([filled, *operands[1:]])
     if call.name == "ReduceMean":
         if not is_float(y):
             raise NeedsLength
