@@ -306,3 +306,10 @@ def test_decoding(pixel_format: str, stored: str) -> None:
 def test_what_cannot_be_decoded_is_empty() -> None:
     pytest.importorskip("PIL")
     assert run_node("ImageDecoder", [np.arange(9, dtype=np.uint8)], opset=20)[0].shape == (0, 0, 3)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "linear"])
+def test_nothing_is_resized_to_nothing(mode):
+    operands = [np.zeros((0, 4), np.float32), None, np.array([2, 2], np.float32)]
+    (y,) = run_node("Resize", operands, {"mode": mode}, opset=18, known=(2,))
+    assert y.shape == (0, 8)

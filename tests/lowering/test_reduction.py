@@ -74,7 +74,7 @@ def test_a_reduction_over_no_axes_still_applies_its_other_steps(op):
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint8, np.bool_])
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint8, np.uint64, np.bool_])
 def test_extremes_of_nothing_are_those_of_the_type(dtype):
     x, axes = np.zeros((2, 0), dtype), np.array([1])
     low, high = (0, 1) if dtype == np.bool_ else (-np.inf, np.inf)

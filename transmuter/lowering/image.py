@@ -135,6 +135,8 @@ def _resize(x: Array, axes: Sequence[_Axis], resampling: _Resampling) -> Array:
             continue
         if not isinstance(axis.original, int) or not isinstance(axis.resized, int):
             raise ValueError(f"axis {axis.number} is resized from {axis.original} to {axis.resized} elements: fix both")
+        if axis.original == axis.resized == 0:  # twice as long as nothing
+            continue
         positions = resampling.positions(axis)
         if resampling.mode == "nearest":
             resized = _pick(y, axis.number, resampling.nearest(positions, axis))

@@ -106,11 +106,11 @@ def ReduceLogSumExp(x, axes):
     return xp.add(guarded(ReduceSum(xp.exp(xp.subtract(x, largest)), axes), xp.log, -np.inf), largest)
 
 
-def _extreme(x: Array, which: str) -> float | int | bool:
-    """The smallest (`"min"`) or largest value of the dtype of `x`."""
+def _extreme(x: Array, which: str) -> float | bool | np.ndarray:
+    """The smallest (`"min"`) or largest value of the dtype of `x`; JAX takes no Python integer as large as a uint64."""
     if is_float(x):
         return {"min": -np.inf, "max": np.inf}[which]
-    return which == "max" if x.dtype == bool else int(getattr(np.iinfo(x.dtype), which))
+    return which == "max" if x.dtype == bool else np.asarray(getattr(np.iinfo(x.dtype), which), x.dtype)
 
 
 def _as_float(x: Array) -> Array:
