@@ -331,6 +331,75 @@ def test_a_dimension_that_the_others_determine_need_not_be_known(name: str) -> N
     check(model, breaks, {"x": X[0], "big": big}, {"x": X[0], "big": big[::-1].copy()})
 
 
+# ---- what padding must not do ---------------------------------------------------------------------------------------
+
+WAYS = {
+    "gathered": FOUND,
+    "compressed": [node("Greater", "x zero", "mask"), node("Compress", "x mask", "found", axis=0)],
+    "sliced": [
+        node("Greater", "x zero", "mask"),
+        node("Cast", "mask", "ones", to=INT),
+        node("ReduceSum", "ones", "end", keepdims=0),
+        node("Unsqueeze", "end first", "n"),
+        node("Slice", "x first n first", "found"),
+    ],
+}
+
+
+@pytest.mark.parametrize("after", ["Sqrt", "Log"])
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_not_nan_for_what_is_not_chosen(way: str, after: str) -> None:
+    """The slope of a square root is infinite at the zeros that are left out; so it is where nothing is chosen."""
+    nodes = [*WAYS[way], node("Mul", "found w", "p"), node(after, "p", "r"), node("ReduceSum", "r", "y")]
+    model = loaded(nodes, {"y": FLOAT}, [info("x", (5,)), info("w", (1,))], **CONSTANTS)
+    compiled = transmuter.compile(model)
+    w = np.ones(1, np.float32)
+    for x in np.array([[4, 9, 0, 0, 0], [0, 0, 0, 0, 0], *([[0, 4, 9, 0, 1]] if way != "sliced" else [])], np.float32):
+        slopes = [
+            jax.grad(lambda x, w, call=call: jnp.sum(call({"x": x, "w": w})["y"]), (0, 1))(x, w)
+            for call in (compiled, lambda feed: transmuter.run(model, feed))
+        ]
+        for slope, wanted in zip(*slopes):
+            np.testing.assert_allclose(slope, wanted, rtol=1e-5)
+    assert not compiled.explain().breaks
+
+
+LENGTHS: dict[str, list[onnx.NodeProto]] = {
+    "at least one": [
+        node("Size", "found", "n"),
+        node("Max", "n one", "most"),
+        node("Range", "start most one", "r"),
+        node("ReduceSum", "r", "y"),
+    ],
+    "at most five": [
+        node("Size", "found", "n"),
+        node("Min", "n five", "least"),
+        node("Range", "start least one", "r"),
+        node("ReduceSum", "r", "y"),
+    ],
+    "transposed": [node("Shape", "found", "n"), node("Transpose", "n", "y")],
+    "flattened": [node("Shape", "found", "n"), node("Flatten", "n", "y", axis=0)],
+    "which of them are not zero": [node("Shape", "at", "n"), node("NonZero", "n", "y")],
+    "the larger one": [node("Shape", "at", "n"), node("ArgMax", "n", "y", axis=0)],
+    "at places": [node("Shape", "at", "n"), node("GatherND", "n column", "y")],
+    "at places that only the run knows": [
+        node("Shape", "at", "n"),
+        node("Gather", "at start", "rows", axis=0),
+        node("Mod", "rows two", "picks"),
+        node("Gather", "n picks", "y"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_arithmetic_of_lengths(name: str) -> None:
+    weights = {**CONSTANTS, "five": np.array(5), "two": np.array(2), "column": np.array([[1], [0]])}
+    model = loaded([*FOUND, *LENGTHS[name]], {"y": INT}, [info("x", (3, 4))], **weights)
+    compiled = transmuter.compile(model)
+    for x in (*X, -np.ones((3, 4), np.float32)):
+        assert_equal(host(compiled({"x": x})), host(transmuter.run(model, {"x": x})))
+
+
 # results of 4 columns, one row for each element that is found
 ROWS = [*FOUND, node("Unsqueeze", "found axis1", "column_"), node("Mul", "column_ four", "rows")]
 MIXED: dict[str, tuple[list[onnx.NodeProto], dict[str, Any], int]] = {

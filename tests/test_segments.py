@@ -702,3 +702,19 @@ def test_gradients_flow_through_a_compiled_body() -> None:
     ours = jax.grad(loss(lambda params, x: compiled(x, params=params)), (0, 1))(model.params, inputs["x"])
     eager = jax.grad(loss(model.apply), (0, 1))(model.params, inputs["x"])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), ours, eager)
+
+
+def test_contents_in_a_signature_are_the_compiled_models_own() -> None:
+    """The caller's array may change later, and JAX may meet it with other settings of x64."""
+    nodes = [helper.make_node("Expand", ["x", "shape"], ["e"]), helper.make_node("Cast", ["shape"], ["f"], to=1)]
+    nodes += [helper.make_node("ReduceSum", ["f"], ["s"], keepdims=0), helper.make_node("Mul", ["e", "s"], ["y"])]
+    inputs = [info("x", (1,)), info("shape", (1,), TensorProto.INT64)]
+    compiled = transmuter.compile(transmuter.load(model_of(nodes, inputs, [info("y", None)])))
+    x, shape = np.ones(1, np.float32), np.array([3])
+    compiled({"x": x, "shape": shape})
+    shape[:] = 2
+    for size in (2, 3):
+        np.testing.assert_array_equal(compiled({"x": x, "shape": np.array([size])})["y"], np.full(size, size))
+    shape[:] = 3
+    compiled({"x": x, "shape": shape})
+    assert jax.jit(lambda n: n + 1)(shape).dtype == np.int32

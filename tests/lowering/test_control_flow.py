@@ -484,3 +484,46 @@ def test_a_state_that_changes_its_shape_is_an_error() -> None:
     model = load(text)
     with pytest.raises(transmuter.LoweringError, match="state variable"):
         jax.eval_shape(function(model), X, np.zeros((200, 3), F32))
+
+
+COLLECTS = """(float[3] x, int64 n) => (float[3] y, float[m, 3] h) <float zero = {0}, bool true = {1}> {
+  COUNT
+  y, h = Loop (count, COND, x) <body = b (int64 i, bool c, float[3] v) => (bool d, float[3] u, float[3] z)
+      <float s = {1.25}, float limit = {9}> {
+    u = Mul (v, s)
+    t = ReduceSum<keepdims = 0> (u)
+    d = Less (t, limit)
+    z = Tanh (u)
+  }>
+}"""
+
+
+def test_no_iteration_of_a_loop_that_data_may_end() -> None:
+    text = COLLECTS.replace(
+        "COUNT", "count = Identity (n) less = ReduceMax<keepdims = 0> (x) go = Greater (less, zero)"
+    )
+    for n in (0, 3):
+        inputs = {"x": np.abs(X), "n": np.array(n)}
+        everywhere(text.replace("COND", "go"), inputs, jitted=False)
+
+
+@pytest.mark.parametrize("condition", ["", "true"])
+def test_a_count_of_elements_bounds_a_loop(condition: str) -> None:
+    """What it collects stays inside, though only the run knows how much that is."""
+    text = COLLECTS.replace("COUNT", "p = Greater (x, zero) at = NonZero (p) f = Gather (at, n) count = Size (f)")
+    text = text.replace("COND", condition or '""').replace('""', "")
+    text = text if condition else text.replace("d = Less (t, limit)", "d = Identity (c)")
+    model = load(text)
+    compiled = transmuter.compile(model)
+    for x in (np.abs(X), X, -np.abs(X)):
+        inputs = {"x": x, "n": np.array(0)}
+        found, expected = compiled(inputs), transmuter.run(model, inputs)
+        for name, wanted in zip(model.outputs, ort(text, inputs), strict=True):
+            np.testing.assert_allclose(found[name], wanted, rtol=1e-5)
+            np.testing.assert_allclose(expected[name], wanted, rtol=1e-5)
+        slopes = [
+            jax.grad(lambda x, f=f: jnp.sum(f({"x": x, "n": np.array(0)})["y"]))(x)
+            for f in (compiled, lambda feed: model.apply(model.params, feed))
+        ]
+        np.testing.assert_allclose(*slopes, rtol=1e-5)
+    assert not compiled.explain().breaks

@@ -28,12 +28,11 @@ from transmuter.lowering.arrays import (
     dims,
     is_known,
     is_string,
-    narrow,
     traced,
     xp,
 )
 from transmuter.lowering.evaluation import Break, Subgraph
-from transmuter.lowering.padding import LIMIT, Padded
+from transmuter.lowering.padding import LIMIT, Length, Padded, has_length
 from transmuter.lowering.registry import operator
 from transmuter.staging import staged
 
@@ -90,12 +89,15 @@ def Loop(M=None, cond=None, *v_initial, body, key):
     moving = [j for j in range(condition is None, len(state)) if not _passes(body, j)]
     loop = _Loop(body, state, moving, key)
     limit = math.inf if M is None else None if (held := contents(M)) is None else dims(held)[0]
-    if limit is not None and not staged():
+    is_bound = isinstance(limit, Length)
+    if is_bound:
+        limit = limit.bound
+    if limit is not None and not is_bound and not staged():
         try:
             return loop.results(*_in_python(loop, loop.values, lambda i, values: i < limit and loop.goes_on(values)))
         except NeedsContents:  # under vmap: what follows needs no contents
             pass
-    trips = limit if condition is None else _trips(body, state, limit)
+    trips = None if is_bound else limit if condition is None else _trips(body, state, limit)
     try:
         if trips is not None and trips is not math.inf:
             counted = replace(loop, state=[None, *state[1:]], moving=[j for j in moving if j > 0])
@@ -105,7 +107,7 @@ def Loop(M=None, cond=None, *v_initial, body, key):
             raise NeedsContents("M" if limit is None else "cond")
         values, rows, trips = _while(loop, M, limit)
         source = object()  # all have the length of the loop
-        return loop.results(values, [Padded(column, trips, 0, source) for column in rows])
+        return loop.results(values, [Padded(column, trips, 0, source).benign() for column in rows])
     except _Varies:
         raise NeedsContents("M" if limit is None else "cond" if trips is None else "v_initial") from None
 
@@ -166,6 +168,8 @@ def _passes(body: Subgraph, position: int) -> bool:
 
 def _trips(body: Subgraph, state: Sequence[Any], limit: Any) -> Any:
     """How often the loop runs, where known values decide it, as in `while i < n: i += 1`; else None."""
+    if isinstance(limit, int) and limit <= 0:
+        return 0
     needed, found = set(), {0}
     while found:
         needed |= found
@@ -193,21 +197,22 @@ def _while(loop: _Loop, M: Any, limit: Any) -> tuple[Sequence[Any], Sequence[Any
     """The loop as a `lax.while_loop`: what it carries at the end, what it collects (with rows for all iterations that
     there could be), and how many there were. If its trip count has a usable bound, its derivative is that of a scan of
     so many iterations, of which those past the end do nothing."""
-    outside, structure = jax.tree.flatten((loop.body.captured(), loop.fixed, loop.key))
+    most = None if M is None else traced(M).reshape(())
+    outside, structure = jax.tree.flatten((loop.body.captured(), loop.fixed, loop.key, most))
+    outside = [traced(leaf) if has_length(leaf) else leaf for leaf in outside]
     is_explicit = [isinstance(leaf, jax.Array) for leaf in outside]
     explicit = [leaf for leaf in outside if isinstance(leaf, jax.Array)]
     axes = varying_axes([outside, loop.values])
     initial = _arrays(loop.values, axes)
     kinds = _kinds(initial)
     number = canonical(np.int64)
-    most = None if M is None else (narrow(M) if isinstance(limit, int) else traced(M)).reshape(())
 
     def bind(explicit: Sequence[Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Whether to go on, and the iteration. A derivative may only depend on values that it is given: `explicit` are
         all those from outside that are not known."""
         given = iter(explicit)
         leaves = [next(given) if is_here else leaf for leaf, is_here in zip(outside, is_explicit, strict=True)]
-        captured, fixed, key = jax.tree.unflatten(structure, leaves)
+        captured, fixed, key, most = jax.tree.unflatten(structure, leaves)
         inner = replace(loop, body=loop.body.with_captures(captured), state=fixed, key=key)
 
         def going(i: Any, values: Sequence[Any]) -> Any:

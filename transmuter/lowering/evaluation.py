@@ -641,8 +641,10 @@ class Evaluation:
         if lowering.exact_dtypes:
             operands = [_as_declared(v, o) for v, o in zip(node.inputs, operands, strict=False)]
         if not is_known(operands):
+            is_bounded = lowering.name == "Loop" and padding.has_length(operands[0])
+            known = {"M"} if is_bounded else lowering.known  # a bound of its iterations will do for a Loop
             operands = [
-                o if not isinstance(o, np.ndarray) or lowering.operand(i) in lowering.known else _beside_traced(o)
+                o if not isinstance(o, np.ndarray) or lowering.operand(i) in known else _beside_traced(o)
                 for i, o in enumerate(operands)
             ]
         attributes = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -58,19 +59,26 @@ class Length:
 
     __radd__, __rmul__ = __add__, __mul__
 
+    def max(self, other: Any) -> Any:
+        return self._combined("max", other)
+
+    def min(self, other: Any) -> Any:
+        return self._combined("min", other)
+
+    rmax, rmin = max, min  # what jax.core.max_dim and min_dim call
+
     def _combined(self, sign: str, other: Any) -> Any:
         number, value = (other.bound, other.value) if isinstance(other, Length) else (other, other)
         if self.bound is None or not isinstance(number, (int, np.integer)) or number < 0:
             raise NeedsLength
         if not isinstance(other, Length):
-            if number == (0 if sign == "+" else 1):
+            if number == {"+": 0, "*": 1, "max": 0}.get(sign) or (sign == "min" and number >= self.bound):
                 return self
-            if sign == "*" and number == 0:
+            if number == 0:
                 return 0
         source = (self.source, sign, other.source if isinstance(other, Length) else int(other))
-        if sign == "+":
-            return Length(self.bound + int(number), self.value + value, source)
-        return Length(self.bound * int(number), self.value * value, source)
+        of_bounds, of_values = _OF_LENGTHS[sign]
+        return Length(of_bounds(self.bound, int(number)), of_values(self.value, value), source)
 
     def __eq__(self, other: Any) -> bool:
         if isinstance(other, Length):
@@ -116,6 +124,14 @@ class Length:
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _refused
 
 
+_OF_LENGTHS = {
+    "+": (operator.add, operator.add),
+    "*": (operator.mul, operator.mul),
+    "max": (max, jnp.maximum),
+    "min": (min, jnp.minimum),
+}
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array", "length"], meta_fields=["axis", "source"])
 @dataclass(frozen=True, eq=False)
 class Padded:
@@ -151,6 +167,15 @@ class Padded:
         """The array with `value` for padding."""
         position = jax.lax.broadcasted_iota(self.length.dtype, self.array.shape, self.axis)
         return jnp.where(position < self.length, self.array, jnp.asarray(value, self.array.dtype))
+
+    def benign(self) -> Padded:
+        """With the last element that counts for padding, or 0.5 if none does, without a gradient: another one might
+        have none in what follows (the square root of 0), and 0 times that is NaN."""
+        if not is_float(self) or self.bound == 0:
+            return self
+        last = jnp.take(self.array, jnp.maximum(self.length - 1, 0)[None], self.axis, mode="clip")
+        half = jnp.asarray(0.5, self.dtype)
+        return self.with_array(self.filled(jax.lax.stop_gradient(jnp.where(self.length > 0, last, half))))
 
 
 class _Same:
@@ -253,7 +278,8 @@ def Slice(data: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None
     start, end = (jnp.reshape(cast(traced(x), np.int64), ()) for x in (starts, ends))
     start, end = (jnp.clip(jnp.where(x < 0, x + size, x), 0, size) for x in (start, end))
     places = jnp.arange(size, dtype=start.dtype) + start
-    return Padded(jnp.take(data, places, axis, mode="clip"), jnp.maximum(end - start, 0), axis, _Same(start, object()))
+    length = jnp.maximum(end - start, 0)
+    return Padded(jnp.take(data, places, axis, mode="clip"), length, axis, _Same(start, object())).benign()
 
 
 @_bounded()
@@ -261,7 +287,7 @@ def Compress(x: jax.Array, condition: jax.Array, *, axis: int | None) -> Padded:
     x, axis = (jnp.reshape(traced(x), -1), 0) if axis is None else (traced(x), axis % x.ndim)
     condition = condition[: x.shape[axis]]
     (places,) = jnp.nonzero(condition, size=condition.size, fill_value=0)
-    return Padded(jnp.take(x, places, axis, mode="clip"), _count(condition), axis, _Same(condition))
+    return Padded(jnp.take(x, places, axis, mode="clip"), _count(condition), axis, _Same(condition)).benign()
 
 
 @_bounded()
@@ -280,7 +306,7 @@ def Unique(x: jax.Array, *, axis: int | None, sorted: int) -> tuple[Any, ...]:
         inverse = jnp.argsort(order)[inverse]
     del values  # taken from x itself, so that gradients flow
     source = _Same(x, axis)
-    wanted = Padded(jnp.take(x, first, axis, mode="clip"), length, axis, source)
+    wanted = Padded(jnp.take(x, first, axis, mode="clip"), length, axis, source).benign()
     first, counts = (Padded(cast(v, np.int64), length, 0, source) for v in (first, counts))
     return wanted, first, cast(inverse, np.int64), counts
 
@@ -373,7 +399,8 @@ def apply(
     rule = _RULES.get((lowering.domain, lowering.name))
     if rule is None and (lowering.domain, lowering.name) in _elementwise():
         rule = _broadcast
-    known = (lowering.operand(i) in lowering.known and isinstance(o, jax.Array) for i, o in enumerate(operands))
+    hidden = jax.Array if lowering.name == "NonZero" else (jax.Array, Padded)
+    known = (lowering.operand(i) in lowering.known and isinstance(o, hidden) for i, o in enumerate(operands))
     if rule is not None and any(known):  # a rule may look at these
         raise NeedsLength
     if rule is None:
@@ -399,6 +426,13 @@ def _of(operands: Sequence[Any]) -> Padded:
     if not found or any(o.source != found[0].source or o.bound != found[0].bound for o in found):
         raise NeedsLength
     return found[0]
+
+
+def _first(operands: Sequence[Any]) -> Padded:
+    """The first operand, if it is padded."""
+    if not isinstance(operands[0], Padded):
+        raise NeedsLength
+    return operands[0]
 
 
 def _broadcast(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any:
@@ -507,7 +541,8 @@ def _shape(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any:
 
 @_rule("Transpose")
 def _transpose(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any:
-    one, order = operands[0], attributes["perm"] or tuple(reversed(range(operands[0].ndim)))
+    one = _first(operands)
+    order = attributes["perm"] or tuple(reversed(range(one.ndim)))
     return one.with_array(*call([one.array]), axis=list(order).index(one.axis))
 
 
@@ -585,7 +620,7 @@ def _rows(data: Padded, count: Any) -> Padded:
 
 @_rule("Flatten")
 def _flatten(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any:
-    one = operands[0]
+    one = _first(operands)
     axis = attributes["axis"] + (one.ndim if attributes["axis"] < 0 else 0)
     if one.axis != 0 or axis == 0:
         raise NeedsLength
@@ -603,6 +638,8 @@ def _place(shape: Sequence[Any]) -> tuple[int, Length]:
 
 
 def _bounds(shape: Sequence[Any]) -> np.ndarray:
+    if any(isinstance(d, Length) and d.bound is None for d in shape):
+        raise NeedsLength
     return np.array([d.bound if isinstance(d, Length) else d for d in shape], np.int64)
 
 
@@ -644,7 +681,7 @@ def _range(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any:
     if not isinstance(limit, Length) or limit.bound is None or start != 0 or step != 1:
         raise NeedsLength
     (y,) = call([operands[0], np.array(limit.bound, np.int64), operands[2]])
-    return Padded(traced(y), limit.value, 0, limit.source)
+    return Padded(jnp.minimum(y, cast(jnp.maximum(limit.value - 1, 0), y.dtype)), limit.value, 0, limit.source)
 
 
 @_rule("Slice")
@@ -694,6 +731,8 @@ def _gather(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any:
     """An index past the end reads padding, as a hidden one out of range reads the nearest element."""
     data, indices = operands
     if has_length(data) or has_length(indices):
+        if any(isinstance(o, Padded) for o in operands):
+            raise NeedsLength
         return call(operands)
     axis = attributes["axis"] % data.ndim
     if isinstance(data, Padded) and isinstance(indices, Padded):
@@ -704,7 +743,7 @@ def _gather(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any:
         return y
     (y,) = call(_plain(operands))
     if isinstance(indices, Padded):
-        return indices.with_array(y, axis + indices.axis)
+        return indices.with_array(y, axis + indices.axis).benign()
     return data.with_array(y, data.axis if data.axis < axis else data.axis + np.ndim(indices) - 1)
 
 
@@ -717,16 +756,16 @@ def _gather_elements(operands: list[Any], attributes: dict[str, Any], call: Call
         raise NeedsLength
     if np.shape(_plain([data])[0])[indices.axis] < indices.bound:  # padding would have nothing to read
         raise NeedsLength
-    return indices.with_array(*call(_plain(operands)))
+    return indices.with_array(*call(_plain(operands))).benign()
 
 
 @_rule("GatherND")
 def _gather_nd(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any:
     data, indices = operands
     batch = attributes.get("batch_dims") or 0
-    if isinstance(data, Padded) or not batch <= indices.axis < indices.ndim - 1:
+    if isinstance(data, Padded) or not isinstance(indices, Padded) or not batch <= indices.axis < indices.ndim - 1:
         raise NeedsLength
-    return indices.with_array(*call(_plain(operands)))
+    return indices.with_array(*call(_plain(operands))).benign()
 
 
 @_rule("ScatterND", "ScatterElements", "Scatter")
@@ -831,7 +870,8 @@ def _reduced(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any
 
 @_rule("ArgMax", "ArgMin")
 def _arg(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any:
-    one, axis = operands[0], attributes["axis"] % operands[0].ndim
+    one = _first(operands)
+    axis = attributes["axis"] % one.ndim
     if axis == one.axis:
         raise NeedsLength
     (y,) = call(_plain(operands))
@@ -840,4 +880,4 @@ def _arg(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any:
 
 @_rule("NonZero")
 def _nonzero(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any:
-    return NonZero(operands[0].filled(0))
+    return NonZero(_first(operands).filled(0))

@@ -121,7 +121,8 @@ class Segment:
         avals: Sequence[Any],
         params: Mapping[str, Any],
     ):
-        self.model, self.stage, self.signature, self.static = model, stage, signature, dict(static)
+        static = {value: array.copy() for value, array in static.items()}  # the caller's own may change
+        self.model, self.stage, self.signature, self.static = model, stage, signature, static
         self.tally, self.hits, self.compile_seconds = Tally(), 0, 0.0
         self.breaks: list[Break] = []
         self.binds: list[Bind] = []
