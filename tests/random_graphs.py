@@ -214,6 +214,14 @@ class Block:
         """The name of a tensor, as one that a node of this block makes."""
         return x.name if x.name in self.own else self.node("Identity", x)
 
+    def as_outputs(self, chosen: Sequence[Tensor], *taken: str) -> list[str]:
+        """The same for several, of which each has a name of its own."""
+        names = list(taken)
+        for t in chosen:
+            name = self.as_output(t)
+            names.append(self.node("Identity", name) if name in names else name)
+        return names[len(taken) :]
+
     def grow(self, low: int, high: int) -> None:
         """Draws so many steps."""
         for _ in range(self.number(low, high)):
@@ -609,7 +617,7 @@ def _if(b: Block) -> None:
             value = branches[1].constant(np.zeros((1,) * len(one.shape)), one.kind)
             other = Tensor(value, one.kind, (1,) * len(one.shape))
         pairs.append((one, other))
-    names = [[branch.as_output(t) for t in chosen] for branch, chosen in zip(branches, zip(*pairs))]
+    names = [branch.as_outputs(chosen) for branch, chosen in zip(branches, zip(*pairs))]
     graphs = [
         branch.proto(b.fresh("g"), [], [(name, t.kind) for name, t in zip(own, chosen)])
         for branch, own, chosen in zip(branches, names, zip(*pairs))
@@ -684,18 +692,12 @@ def _loop(b: Block) -> None:
         collected.append(body.pick(fits))
     if not results and not collected:
         raise _Unfit
-    outputs = [(goes_on, "b"), *((body.as_output(t), t.kind) for t in [*results, *collected])]
+    names = body.as_outputs([*results, *collected], goes_on)
+    outputs = [(goes_on, "b"), *((name, t.kind) for name, t in zip(names, [*results, *collected]))]
     outputs = [*outputs[: 1 + len(results)]] + [
         (name, kind, t.shape) for (name, kind), t in zip(outputs[1 + len(results) :], collected)
     ]
     inputs = [_info(i, "i", ()), _info(c, "b", ()), *(_info(v.name, v.kind) for v in variables)]
-    unique = [o for k, o in enumerate(outputs) if o[0] not in {p[0] for p in outputs[:k]}]
-    if len(unique) != len(outputs):  # each output has a name of its own
-        seen: set[str] = set()
-        for k, o in enumerate(outputs):
-            if o[0] in seen:
-                outputs[k] = (body.node("Identity", o[0]), *o[1:])
-            seen.add(outputs[k][0])
     names = b.node(
         "Loop", most, start, *carried, outputs=len(outputs) - 1, body=body.proto(b.fresh("g"), inputs, outputs)
     )
@@ -724,10 +726,8 @@ def _scan(b: Block) -> None:
     results = [_kept_small(body, body.pick(lambda t, v=v: t.shape == v.shape, v.kind), v.high) for v in variables]
     fits_output = lambda t: len(t.shape) < 3 and all(isinstance(d, int) or d in outside for d in t.shape)
     collected = [body.pick(fits_output) for _ in range(b.number(0 if results else 1, 1))]
-    outputs = []
-    for t in [*results, *collected]:
-        name = body.as_output(t)
-        outputs.append((body.node("Identity", name) if name in {o[0] for o in outputs} else name, t.kind, t.shape))
+    names = body.as_outputs([*results, *collected])
+    outputs = [(name, t.kind, t.shape) for name, t in zip(names, [*results, *collected])]
     inputs = [_info(t.name, t.kind) for t in [*variables, *elements]]
     directions = [b.number(0, 1) for _ in scanned]
     names = b.node(

@@ -294,3 +294,30 @@ def test_what_does_not_depend_on_a_break_runs_before_it() -> None:
     assert first.handed_on == 2  # found and scale
     [needed] = first.breaks
     assert needed.host_bytes == 8
+
+
+def test_an_output_of_a_branch_that_is_there_serves_a_break_before_the_others_are() -> None:
+    """The branch's first output waits for a CumSum; the second one is there, and a Loop that breaks takes it."""
+    text = """(float[12] x, bool flag) => (float[n] y, float z) <float zero = {0}, int64 start = {0}, bool true = {1}> {
+      positive = Greater (x, zero)
+      found = Compress (x, positive)
+      a, b = If (flag) <then_branch = t () => (float[n] c, float d) { c = CumSum (found, start)
+                                                                     d = ReduceMax <keepdims = 0> (x) },
+                        else_branch = e () => (float[n] f, float g) { f = Exp (found)
+                                                                     g = ReduceMin <keepdims = 0> (x) }>
+      y = Tanh (a)
+      ones = Cast <to = 7> (positive)
+      count = ReduceSum <keepdims = 0> (ones)
+      z, rows = Loop (count, true, b) <body = l (int64 i, bool p, float v) => (bool q, float u, float row) {
+        q = Identity (p)
+        u = Mul (v, v)
+        row = Add (v, u)
+      }>
+      sum = ReduceSum <keepdims = 0> (rows)
+    }"""
+    text = text.replace("float z)", "float z, float sum)")
+    model = transmuter.load(proto(text))
+    compiled = transmuter.compile(model)
+    for flag in (True, False):
+        feed = {"x": np.linspace(-1, 1, 12, dtype=np.float32), "flag": np.array(flag)}
+        assert_equal(host(compiled(feed)), host(transmuter.run(model, feed)), rtol=1e-5, atol=1e-6)

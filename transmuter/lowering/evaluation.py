@@ -525,8 +525,9 @@ class Evaluation:
 
     def _bind_outputs(self, bind: Bind, scope: Scope, waiting: list[Work]) -> None:
         scope.values.update({output: scope[source] for output, source in zip(bind.outputs, bind.sources, strict=True)})
-        if any(scope[source] is PENDING for source in bind.sources):
-            waiting.append(bind)
+        pending = [pair for pair in zip(bind.outputs, bind.sources, strict=True) if scope[pair[1]] is PENDING]
+        if pending:  # the others are there already: what breaks before these do may take them
+            waiting.append(Bind(*zip(*pending, strict=True)))
 
     def _is_decided(self, node: ir.Node, scope: Scope) -> bool:
         """Whether `node` is an `If` to inline: one whose condition is known, or can be made so."""
