@@ -98,7 +98,7 @@ def check(graph: RandomGraph, *, jitted: bool, graded: bool) -> None:
         assert_equal(host(slope), host(wanted), where="gradient")
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(graphs(), st.booleans(), st.booleans())
 def test_compiled_equals_eager_equals_onnxruntime(graph: RandomGraph, jitted: bool, graded: bool) -> None:
     check(graph, jitted=jitted, graded=graded)
