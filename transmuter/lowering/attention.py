@@ -95,6 +95,13 @@ def positions(count: Any, start: Any = 0) -> jax.Array:
     return cast(first, np.int32) + jnp.arange(count, dtype=np.int32)
 
 
+def owners(bounds: Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Which of the sequences between `bounds` each of `count` packed tokens belongs to, and its position in there."""
+    token = jnp.arange(count, dtype=np.int32)
+    sequence = jnp.sum(token[:, None] >= bounds[1:], axis=1, dtype=np.int32)
+    return sequence, token - bounds[sequence]
+
+
 def within(queries: Array, keys: Array, left: Any, right: Any) -> jax.Array | None:
     """Which keys each query sees, (..., queries, keys): those from `left` before to `right` after its own position.
 

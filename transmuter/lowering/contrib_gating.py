@@ -10,15 +10,12 @@ import numpy as np
 from jax import lax
 
 from transmuter.lowering.arrays import Array, cast
-from transmuter.lowering.linear import accumulator
+from transmuter.lowering.elementwise import widened
+from transmuter.lowering.linear import matmul
 from transmuter.lowering.normalization import RMSNormalization
 from transmuter.lowering.registry import operator
 
 operator = functools.partial(operator, domain="com.microsoft")
-
-
-def _wide(*xs: Array | None) -> list[Array | None]:
-    return [x if x is None else cast(x, accumulator(x)) for x in xs]
 
 
 # ---- gates ---------------------------------------------------------------------------------------------------------
@@ -33,7 +30,7 @@ def LinearAttentionGate(a, dt_bias, decay_scale, b=None):
 @operator()
 def EngramGate(key, query, value, key_norm_scale, query_norm_scale, conv_norm_scale=None, *, epsilon=1e-5):
     kind = key.dtype
-    key, query, value, key_scale, query_scale = _wide(key, query, value, key_norm_scale, query_norm_scale)
+    key, query, value, key_scale, query_scale = map(widened, (key, query, value, key_norm_scale, query_norm_scale))
     unit = functools.partial(RMSNormalization, axis=-1, epsilon=epsilon, stash_type=1)
     fit = jnp.sum(unit(key, key_scale) * unit(query, query_scale), -1, keepdims=True) / np.sqrt(key.shape[-1])
     gate = jax.nn.sigmoid(jnp.sign(fit) * jnp.sqrt(jnp.maximum(jnp.abs(fit), 1e-6)))
@@ -45,24 +42,21 @@ def EngramGate(key, query, value, key_norm_scale, query_norm_scale, conv_norm_sc
 @operator()
 def GatedAdd(X, Y, gate, gate_weight=None):
     if gate_weight is not None:
-        wide = accumulator(gate)
-        projected = cast(jnp.matmul(gate, gate_weight, preferred_element_type=wide), gate.dtype)
-        gate = cast(jax.nn.sigmoid(cast(projected, wide)), gate.dtype)
+        gate = cast(jax.nn.sigmoid(widened(matmul(gate, gate_weight))), gate.dtype)
     return X + Y * gate
 
 
 @operator()
 def ScaledSiLU(X, scale=None, *, alpha=1.0):
-    wide = accumulator(X)
-    factor = alpha if scale is None else cast(scale.reshape(()), wide)
-    z = cast(cast(X, wide) * factor, X.dtype)
-    return z * cast(jax.nn.sigmoid(cast(z, wide)), X.dtype)
+    wide = widened(X)
+    z = cast(wide * (alpha if scale is None else cast(scale.reshape(()), wide.dtype)), X.dtype)
+    return z * cast(jax.nn.sigmoid(widened(z)), X.dtype)
 
 
 @operator()
 def SwiGLU(gate, up=None, *, activation_alpha=1.0, activation_beta=0.0, limit=0.0, round_activation=0):
     kind = gate.dtype
-    gate, up = _wide(*(jnp.split(gate, 2, axis=-1) if up is None else (gate, up)))
+    gate, up = map(widened, jnp.split(gate, 2, axis=-1) if up is None else (gate, up))
     if limit > 0:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     opened = gate * jax.nn.sigmoid(gate * activation_alpha)
@@ -76,7 +70,7 @@ def SwiGLU(gate, up=None, *, activation_alpha=1.0, activation_beta=0.0, limit=0.
 
 def _branches(streams: Array, count: int) -> jax.Array:
     """Streams (..., branches, features) in float32 at least, from those or flattened ones."""
-    (wide,) = _wide(streams)
+    wide = widened(streams)
     return wide.reshape(*wide.shape[:-1], count, wide.shape[-1] // count) if count else wide
 
 

@@ -20,6 +20,7 @@ from transmuter.lowering.attention import (
     masked,
     merged,
     mixed,
+    owners,
     positions,
     probabilities,
     rotated,
@@ -274,9 +275,7 @@ def PagedAttention(
 
     held = contents(cumulative_sequence_length)
     ends, past, table = (traced(cast(x, np.int32)) for x in (cumulative_sequence_length, past_seqlens, block_table))
-    token = jnp.arange(q.shape[2], dtype=np.int32)
-    sequence = jnp.sum(token[:, None] >= ends[1:], axis=1, dtype=np.int32)
-    index = token - ends[sequence]
+    sequence, index = owners(ends, q.shape[2])
     position = index + past.at[sequence].get(mode="clip")
     if do_rotary:
         cos, sin = (jnp.take(cache, position, axis=0, mode="clip") for cache in (cos_cache, sin_cache))

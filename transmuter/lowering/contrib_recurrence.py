@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from transmuter.lowering.arrays import Array, cast, contents, traced
-from transmuter.lowering.attention import gates_of, linear_attention, linear_step, scanned, spread
+from transmuter.lowering.attention import gates_of, linear_attention, linear_step, owners, scanned, spread
 from transmuter.lowering.convolution import causal
 from transmuter.lowering.linear import accumulator
 from transmuter.lowering.registry import operator
@@ -38,9 +38,8 @@ class _Packed:
 
     @classmethod
     def within(cls, cumulative: Array, tokens: int) -> _Packed:
-        bounds, token = cast(traced(cumulative), np.int32), jnp.arange(tokens, dtype=np.int32)
-        sequence = jnp.sum(token[:, None] >= bounds, axis=1, dtype=np.int32) - 1
-        return cls(bounds[:-1], bounds[1:] - bounds[:-1], sequence, token - bounds[sequence])
+        bounds = cast(traced(cumulative), np.int32)
+        return cls(bounds[:-1], bounds[1:] - bounds[:-1], *owners(bounds, tokens))
 
     @classmethod
     def evenly(cls, count: Any, length: Any) -> _Packed:

@@ -80,7 +80,7 @@ def If(cond, *, then_branch, else_branch):
 # ---- Loop ----------------------------------------------------------------------------------------------------------
 
 
-@operator()
+@operator(bounds=("M",))
 def Loop(M=None, cond=None, *v_initial, body, key):
     """The body's condition counts only where `cond` is given (ONNX Runtime always heeds it), or where it alone could
     end the loop."""

@@ -51,6 +51,14 @@ class _Host:
 
 PENDING, HOST = _Pending(), _Host()
 
+LENGTH = "length"
+"""What a `Break` names as operand where a subgraph's own output has padding."""
+
+
+def is_hidden(value: Any) -> bool:
+    """Whether tracing cannot tell what a value is."""
+    return value is HOST or value is PENDING or not is_known(value) or padding.is_open(value)
+
 
 class Break(Exception):
     """A node needs the contents of an operand, or the `padding.Length` of one, and a JAX transform hides them."""
@@ -159,7 +167,7 @@ class Subgraph:
         results = self._evaluation.body(self.graph, scope, wanted)
         for value, result in zip(wanted, results, strict=True):
             if isinstance(result, padding.Padded):  # branches and iterations have to agree in shape
-                raise Break(value.producer() or self.graph[-1], 0, "length", is_length=True)
+                raise Break(value.producer() or self.graph[-1], 0, LENGTH, is_length=True)
         return tuple(traced(result) if padding.has_length(result) else result for result in results)
 
     def reads(self, outputs: Sequence[int]) -> set[int]:
@@ -250,11 +258,15 @@ class Program:
 
     def operands(self, node: ir.Node) -> Iterator[ir.Value]:
         """Every value that a node reads, those that its subgraphs capture included."""
+        yield from self._operands(node)
+        if _is_gradient(node):
+            yield from self.region(node).captures
+
+    def _operands(self, node: ir.Node) -> Iterator[ir.Value]:
+        """`operands`, without those of what a Gradient node differentiates."""
         yield from (v for v in node.inputs if v is not None)
         for inner in subgraphs(node):
             yield from self.captures(inner)
-        if _is_gradient(node):
-            yield from self.region(node).captures
 
     def region(self, node: ir.Node) -> Region:
         """What a Gradient node differentiates, found by the names that it gives.
@@ -292,8 +304,7 @@ class Program:
                 raise ModelError(f"{describe(node)} {message}")
             elif producer not in needed:
                 needed.add(producer)
-                pending += [v for v in producer.inputs if v is not None]
-                pending += [v for inner in subgraphs(producer) for v in self.captures(inner)]
+                pending += self._operands(producer)
                 pending += self._region(producer, around).captures if _is_gradient(producer) else ()
         work = tuple(other for other in node.graph if other in needed)
         return Region(tuple(map(inputs.get, names)), output, work, tuple(captures))
@@ -488,7 +499,7 @@ class Evaluation:
                 self._wait(item, scope, waiting)
             for value in last_use.get(item, ()):
                 freed = scope.values.pop(value, None)
-                self.past[value] = not is_known(freed) or padding.is_open(freed)
+                self.past[value] = is_hidden(freed)
         return waiting
 
     def refuse_unsupported(self, waiting: Sequence[Work], scope: Scope) -> None:
@@ -642,10 +653,8 @@ class Evaluation:
         if lowering.exact_dtypes:
             operands = [_as_declared(v, o) for v, o in zip(node.inputs, operands, strict=False)]
         if not is_known(operands):
-            is_bounded = lowering.name == "Loop" and padding.has_length(operands[0])
-            known = {"M"} if is_bounded else lowering.known  # a bound of its iterations will do for a Loop
             operands = [
-                o if not isinstance(o, np.ndarray) or lowering.operand(i) in known else _beside_traced(o)
+                _beside_traced(o) if isinstance(o, np.ndarray) and not _stays(lowering, i, o) else o
                 for i, o in enumerate(operands)
             ]
         attributes = {
@@ -709,6 +718,12 @@ class Evaluation:
             operand=needed.operand,
             origin=reason.origin,
         )
+
+
+def _stays(lowering: registry.Lowering, position: int, operand: np.ndarray) -> bool:
+    """Whether the lowering takes a known operand as it is, whatever the others are."""
+    name = lowering.operand(position)
+    return name in lowering.known or (name in lowering.bounds and padding.has_length(operand))
 
 
 def _beside_traced(value: np.ndarray) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -227,41 +228,47 @@ def NonMaxSuppression(
 ):
     most = 0 if max_output_boxes_per_class is None else max_output_boxes_per_class.item()
     overlap = np.float32(0 if iou_threshold is None else iou_threshold.item())
-    low, high = corners(boxes, center_point_box)
+    corners = corners_of(boxes, center_point_box)
     selected = [np.zeros((0, 3), np.int64)]
     for batch, of_class in np.ndindex(scores.shape[:2]):
         score = scores[batch, of_class]
         candidates = np.argsort(-score, stable=True)
         if score_threshold is not None:
             candidates = candidates[score[candidates] > score_threshold.item()]
-        kept = _suppress(low[batch], high[batch], candidates, most, overlap)
+        kept = _suppress([x[batch] for x in corners], candidates, most, overlap)
         selected.append(np.array([(batch, of_class, box) for box in kept], np.int64).reshape(-1, 3))
     return np.concatenate(selected)
 
 
-def corners(boxes: Array, center_point_box: int) -> tuple[Array, Array]:
-    """The lowest and the highest coordinates of boxes: [..., 2] each."""
+def corners_of(boxes: Array, center_point_box: int) -> tuple[Array, Array, Array]:
+    """The lowest and the highest coordinates of boxes, [..., 2] each, and their areas."""
     one, other = boxes[..., :2], boxes[..., 2:]
     if center_point_box:
         one, other = one - other / 2, one + other / 2
-    return xp.minimum(one, other), xp.maximum(one, other)
+    low, high = xp.minimum(one, other), xp.maximum(one, other)
+    return low, high, xp.prod(high - low, axis=-1)
+
+
+def overlaps(one: Sequence[Array], other: Sequence[Array]) -> Array:
+    """The shares of what two boxes cover that both do; of boxes as `corners_of` has them."""
+    (low, high, area), (other_low, other_high, other_area) = one, other
+    sides = xp.minimum(high, other_high) - xp.maximum(low, other_low)
+    shared = xp.prod(xp.maximum(sides, 0), axis=-1)
+    return shared / (area + other_area - shared)
 
 
 _BLOCK = 512
 
 
-def _suppress(low: np.ndarray, high: np.ndarray, candidates: np.ndarray, most: int, limit: np.float32) -> list[int]:
+def _suppress(corners: Sequence[np.ndarray], candidates: np.ndarray, most: int, limit: np.float32) -> list[int]:
     """Of candidates in order of preference, at most so many, of which no two overlap by more than `limit`.
 
     They are looked at in blocks, since most of them come after the last one that is kept.
     """
-    areas = (high - low).prod(-1)
 
     def clash(one: Any, other: Any) -> np.ndarray:
-        sides = np.minimum(high[one], high[other]) - np.maximum(low[one], low[other])
-        shared = np.maximum(sides, 0).prod(-1)
         with np.errstate(invalid="ignore"):
-            return shared / (areas[one] + areas[other] - shared) > limit
+            return overlaps([x[one] for x in corners], [x[other] for x in corners]) > limit
 
     kept: list[int] = []
     for start in range(0, candidates.size, _BLOCK):

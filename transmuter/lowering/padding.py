@@ -25,7 +25,7 @@ import onnx_ir as ir
 from transmuter.errors import GraphBreakError
 from transmuter.lowering import elementwise
 from transmuter.lowering.arrays import canonical, cast, contents, dims, is_float, is_known, traced
-from transmuter.lowering.indexing import corners
+from transmuter.lowering.indexing import corners_of, overlaps
 from transmuter.lowering.registry import Lowering, registered
 
 LIMIT = 4096
@@ -155,9 +155,14 @@ class Padded:
         return self.array.shape[self.axis]
 
     @property
+    def dimension(self) -> Length:
+        """The length as a dimension."""
+        return Length(self.bound, self.length, self.source)
+
+    @property
     def shape(self) -> tuple[Any, ...]:
         dimensions: list[Any] = list(self.array.shape)
-        dimensions[self.axis] = Length(self.bound, self.length, self.source)
+        dimensions[self.axis] = self.dimension
         return tuple(dimensions)
 
     def with_array(self, array: jax.Array, axis: int | None = None) -> Padded:
@@ -250,15 +255,12 @@ BOUNDED: dict[tuple[str, str], Callable[..., Any]] = {}
 """Operators whose result is as long as contents say, as functions that give it padded."""
 
 
-def _bounded(*, domain: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        BOUNDED[domain, function.__name__] = function
-        return function
-
-    return register
+def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
+    BOUNDED["", function.__name__] = function
+    return function
 
 
-@_bounded()
+@_bounded
 def NonZero(x: jax.Array) -> Padded:
     if x.ndim == 0:
         raise NeedsLength
@@ -266,7 +268,7 @@ def NonZero(x: jax.Array) -> Padded:
     return Padded(cast(jnp.stack(places), np.int64), _count(cast(x, bool)), 1, _Same(x))
 
 
-@_bounded()
+@_bounded
 def Slice(data: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> Padded:
     """One axis of which a bound is not known; a step of 1."""
     data, count = traced(data), np.shape(starts)[0]
@@ -282,7 +284,7 @@ def Slice(data: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None
     return Padded(jnp.take(data, places, axis, mode="clip"), length, axis, _Same(start, object())).benign()
 
 
-@_bounded()
+@_bounded
 def Compress(x: jax.Array, condition: jax.Array, *, axis: int | None) -> Padded:
     x, axis = (jnp.reshape(traced(x), -1), 0) if axis is None else (traced(x), axis % x.ndim)
     condition = condition[: x.shape[axis]]
@@ -290,28 +292,28 @@ def Compress(x: jax.Array, condition: jax.Array, *, axis: int | None) -> Padded:
     return Padded(jnp.take(x, places, axis, mode="clip"), _count(condition), axis, _Same(condition)).benign()
 
 
-@_bounded()
+@_bounded
 def Unique(x: jax.Array, *, axis: int | None, sorted: int) -> tuple[Any, ...]:
     x, axis = (jnp.reshape(x, -1), 0) if axis is None else (x, axis % x.ndim)
     if x.shape[axis] == 0:
         raise NeedsLength
     size = x.shape[axis]
-    values, first, inverse, counts = jnp.unique(
+    # the elements are taken from x itself, so that gradients flow
+    _, first, inverse, counts = jnp.unique(
         x, size=size, axis=axis, return_index=True, return_inverse=True, return_counts=True, fill_value=None
     )
     length, inverse = _count(counts > 0), jnp.reshape(inverse, -1)
     if not sorted:
         order = jnp.argsort(jnp.where(counts > 0, first, size))
-        first, counts, values = first[order], counts[order], jnp.take(values, order, axis)
+        first, counts = first[order], counts[order]
         inverse = jnp.argsort(order)[inverse]
-    del values  # taken from x itself, so that gradients flow
     source = _Same(x, axis)
     wanted = Padded(jnp.take(x, first, axis, mode="clip"), length, axis, source).benign()
     first, counts = (Padded(cast(v, np.int64), length, 0, source) for v in (first, counts))
     return wanted, first, cast(inverse, np.int64), counts
 
 
-@_bounded()
+@_bounded
 def NonMaxSuppression(
     boxes: Any,
     scores: jax.Array,
@@ -327,11 +329,8 @@ def NonMaxSuppression(
         jnp.zeros((), kind) if x is None else jnp.reshape(traced(x), ())
         for x, kind in ((max_output_boxes_per_class, canonical(np.int64)), (iou_threshold, np.float32))
     )
-    low, high = corners(boxes, center_point_box)
-    areas = jnp.prod(high - low, axis=-1)
-    sides = jnp.minimum(high[:, :, None], high[:, None]) - jnp.maximum(low[:, :, None], low[:, None])
-    shared = jnp.prod(jnp.maximum(sides, 0), axis=-1)
-    clashes = shared / (areas[:, :, None] + areas[:, None] - shared) > overlap
+    corners = corners_of(boxes, center_point_box)
+    clashes = overlaps([x[:, :, None] for x in corners], [x[:, None] for x in corners]) > overlap
     allowed = scores == scores if score_threshold is None else scores > jnp.reshape(traced(score_threshold), ())
 
     def chosen(clashes: jax.Array, scores: jax.Array, allowed: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -486,16 +485,17 @@ _APART: dict[str, _Axes] = {
     "CumSum": lambda o, a, rank: dims(o[1]),
     "Split": lambda o, a, rank: [a["axis"]],
     "TopK": lambda o, a, rank: [a["axis"]],
-    "Gather": lambda o, a, rank: [a["axis"]],
-    "GatherElements": lambda o, a, rank: [a["axis"]],
     "Trilu": lambda o, a, rank: [rank - 2, rank - 1],
     "Pad": lambda o, a, rank: range(rank) if len(o) > 3 else _padded_axes(dims(o[1]) if len(o) > 1 else a["pads"]),
     **dict.fromkeys(
-        ("Conv", "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"), lambda o, a, rank: range(1, rank)
+        (
+            *("Conv", "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"),
+            *("InstanceNormalization", "GroupNormalization"),
+        ),
+        lambda o, a, rank: range(1, rank),
     ),
     "BatchNormalization": lambda o, a, rank: range(0 if a.get("training_mode") else 1, rank),
     "Resize": lambda o, a, rank: _resized_axes(o, a, rank),
-    **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), lambda o, a, rank: range(1, rank)),
 }
 """Operators with results of the rank of their first operand, and the axes along which these mix its elements."""
 
@@ -515,7 +515,7 @@ def _resized_axes(operands: list[Any], attributes: dict[str, Any], rank: int) ->
     return [axis for axis, scale in zip(axes, scales, strict=True) if scale != 1]
 
 
-@_rule(*(name for name in _APART if name not in ("Gather", "GatherElements")))
+@_rule(*_APART)
 def _apart(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any:
     one = operands[0]
     if not isinstance(one, Padded) or any(isinstance(o, Padded) or has_length(o) for o in operands[1:]):
@@ -577,7 +577,7 @@ def _reshape(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any
         if sum(isinstance(d, Length) for d in shape) > 1 or any(isinstance(d, int) and d < 0 for d in shape):
             raise NeedsLength
         return call([data, np.array([-1 if isinstance(d, Length) else d for d in shape], np.int64)])
-    own = Length(data.bound, data.length, data.source)
+    own = data.dimension
     before, after = math.prod(data.array.shape[: data.axis]), math.prod(data.array.shape[data.axis + 1 :])
     numbers = [d for d in shape if isinstance(d, int)]
     if -1 in numbers and any(isinstance(d, Length) and d.source == own.source for d in shape):
@@ -625,7 +625,7 @@ def _flatten(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any
     if one.axis != 0 or axis == 0:
         raise NeedsLength
     (y,) = call([one.array])
-    length = Length(one.bound, one.length, one.source) * math.prod(one.array.shape[1:axis])
+    length = one.dimension * math.prod(one.array.shape[1:axis])
     return Padded(y, length.value, 0, length.source)
 
 
@@ -856,16 +856,13 @@ def _reduced(operands: list[Any], attributes: dict[str, Any], call: Call) -> Any
     if one.axis not in gone:
         (y,) = call(_plain(operands))
         return one.with_array(y, one.axis if attributes["keepdims"] else one.axis - sum(a < one.axis for a in gone))
-    filled, is_half = one.filled(_NEUTRAL[call.name](one.dtype)), is_float(one) and one.dtype.itemsize == 2
-    if call.name == "ReduceMean" and is_half:  # what the bound divides it by may be too much for the dtype
-        (y,) = call([cast(filled, np.float32), *operands[1:]])
-        return cast(y * (one.bound / cast(jnp.maximum(one.length, 1), y.dtype)), one.dtype)
-    (y,) = call([filled, *operands[1:]])
-    if call.name == "ReduceMean":
-        if not is_float(y):
-            raise NeedsLength
-        y = y * (one.bound / cast(jnp.maximum(one.length, 1), y.dtype))
-    return y
+    filled = one.filled(_NEUTRAL[call.name](one.dtype))
+    if call.name != "ReduceMean":
+        return call([filled, *operands[1:]])
+    if not is_float(one):
+        raise NeedsLength
+    (y,) = call([elementwise.widened(filled), *operands[1:]])  # the bound may be too much for a half
+    return cast(y * (one.bound / cast(jnp.maximum(one.length, 1), y.dtype)), one.dtype)
 
 
 @_rule("ArgMax", "ArgMin")

@@ -11,8 +11,18 @@ import numpy as np
 import onnx_ir as ir
 
 from transmuter.lowering import padding, registry
-from transmuter.lowering.arrays import is_float, is_known
-from transmuter.lowering.evaluation import HOST, PENDING, Break, Program, Scope, describe, operator_name, subgraphs
+from transmuter.lowering.arrays import is_float
+from transmuter.lowering.evaluation import (
+    HOST,
+    LENGTH,
+    Break,
+    Program,
+    Scope,
+    describe,
+    is_hidden,
+    operator_name,
+    subgraphs,
+)
 
 STATIC, STATIC_FLOATS = 1024, 16
 """Elements up to which a scalar or vector input, of integers or of floats, is worth naming in `static_inputs`."""
@@ -99,15 +109,7 @@ def shortened(chain: Sequence[str], most: int = 10) -> list[str]:
     return [*chain[:ends], f"... {len(chain) - 2 * ends + 1} more ...", *chain[1 - ends :]]
 
 
-def hidden(value: Any) -> bool:
-    """Whether tracing cannot tell what a value is."""
-    return value is HOST or value is PENDING or not is_known(value) or padding.is_open(value)
-
-
 # ---- where contents come from --------------------------------------------------------------------------------------
-
-LENGTH = "length"
-"""What a `Break` names as operand where a subgraph's own output has padding."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class _Trail:
         """None: nobody knows, as of the values of a loop's body once it is over."""
         held = _held(value, self.scope)
         if held is not None:
-            return hidden(held)
+            return is_hidden(held)
         if value in self.past:
             return self.past[value]
         node = value.producer()

@@ -42,6 +42,7 @@ class Lowering:
     reads: tuple[str, ...] = ()
     exact_dtypes: bool = False
     differentiable: bool = True
+    bounds: tuple[str, ...] = ()
     operands: tuple[str, ...] = field(init=False)
     variadic: bool = field(init=False)
     attributes: dict[str, Any] = field(init=False, compare=False)
@@ -56,7 +57,7 @@ class Lowering:
         object.__setattr__(self, "variadic", bool(rest))
         object.__setattr__(self, "fills", frozenset(keywords) & frozenset(_FILLED))
         object.__setattr__(self, "attributes", {k: v for k, v in keywords.items() if k not in _FILLED})
-        unknown = {*self.known, *self.reads} - set(self.operands)
+        unknown = {*self.known, *self.reads, *self.bounds} - set(self.operands)
         if unknown:
             raise TypeError(f"{self.name} has no operands {sorted(unknown)}")
 
@@ -79,6 +80,7 @@ def operator(
     reads: tuple[str, ...] = (),
     exact_dtypes: bool = False,
     differentiable: bool = True,
+    bounds: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a function as the lowering of the operator that its name says, `Name` or `Name_VERSION`.
 
@@ -90,6 +92,7 @@ def operator(
         exact_dtypes: The operator reads bits: float16 operands of a model that computes in float32 are cast back first.
         differentiable: False where float outputs have no gradient but zero: they are constant piece by piece (Round),
             drawn at random, or made of no float operand. (Operators without float outputs need not say it.)
+        bounds: Operands of which a bound will do where only the run knows them (`padding.Length`): they arrive as such.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,7 +105,7 @@ def operator(
                     raise ValueError(f"{where} already has a lowering, {'.'.join(_place(other.function))}.")
                 versions.remove(other)  # a cell of a notebook or a module that runs again
             versions.append(
-                Lowering(domain, base, int(since or 1), function, known, reads, exact_dtypes, differentiable)
+                Lowering(domain, base, int(since or 1), function, known, reads, exact_dtypes, differentiable, bounds)
             )
             versions.sort(key=lambda v: -v.since)
         find.cache_clear()

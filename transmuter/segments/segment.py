@@ -23,11 +23,12 @@ from transmuter.lowering.evaluation import (
     Promote,
     Work,
     describe,
+    is_hidden,
     label,
     operator_name,
 )
-from transmuter.lowering.padding import Padded, is_open
-from transmuter.lowering.reasons import break_reason, hidden, length_reason
+from transmuter.lowering.padding import Padded
+from transmuter.lowering.reasons import break_reason, length_reason
 from transmuter.model import Model
 from transmuter.segments import preparation
 
@@ -161,7 +162,7 @@ class Segment:
                 self.nodes = evaluating.evaluated
                 known_of = model.program, scope, stage.past
                 self.reasons = {needed.node: break_reason(needed, *known_of) for needed in self.breaks}
-                self.past = {**stage.past, **{v: hidden(x) for v, x in scope.values.items()}} if self.breaks else {}
+                self.past = {**stage.past, **{v: is_hidden(x) for v, x in scope.values.items()}} if self.breaks else {}
                 return self._results(scope, waiting, structure)
 
         key = jax.eval_shape(lambda: jax.random.key(0)) if model.is_random else None
@@ -229,7 +230,7 @@ class Segment:
             result = scope[value]
             if result is PENDING or result is HOST:
                 continue
-            if is_known(result) and not is_open(result):
+            if not is_hidden(result):
                 self.known_outputs[name] = stage.returned(self.model, value, result)
             else:
                 emitted[name] = stage.returned(self.model, value, _handed_on(result))
@@ -243,7 +244,7 @@ class Segment:
             result = scope[value]
             if result is HOST or value in self._arguments:
                 self.passed.append(value)
-            elif is_known(result) and not is_open(result):
+            elif not is_hidden(result):
                 self.known[value] = result
             elif result is not PENDING:
                 carried[value] = _handed_on(result)
