@@ -29,7 +29,7 @@ from transmuter.lowering.padding import Padded, cut
 from transmuter.model import Model, checked_key, returned
 from transmuter.segments import explanation
 from transmuter.segments.cache import CacheInfo, SegmentCache, keeping_all, used_weights
-from transmuter.segments.preparation import Weight, evaluate, inverse
+from transmuter.segments.preparation import Weight, evaluate, inverses
 from transmuter.segments.segment import SMALL, Executable, Promote, Segment, Signature, Stage, is_host
 from transmuter.staging import differentiated, exact_dtypes, staged, transposed_exactly
 
@@ -604,13 +604,13 @@ class CompiledModel:
     def _weights(self, segment: Segment, executable: Executable, call: _Call) -> list[Any]:
         """What the executable takes as weights: the prepared ones, or the call's."""
         if executable.values is None:
-            self._prepare(segment, executable)
+            self._prepare(executable)
         if call.weights is None:
             return executable.values
         named = zip(executable.names, executable.values, strict=True)
         return [call.weights[name] if name else value for name, value in named]
 
-    def _prepare(self, segment: Segment, executable: Executable) -> None:
+    def _prepare(self, executable: Executable) -> None:
         """Computes the prepared weights that the segment needs and no other has computed yet."""
         with self._building:
             as_they_are = {weight.key for weight in executable.weights} | self._prepared.keys()
@@ -618,18 +618,18 @@ class CompiledModel:
             for weight, name in zip(executable.weights, executable.names, strict=True):
                 value = None if name else self._prepared.get(weight.key)
                 if value is None and not name:
-                    value = self._prepared[weight.key] = _compute(segment, weight, self.model.weight)
-                    restore, source = inverse(weight), weight.sources[0][1]
-                    if restore is not None and source and source not in as_they_are:
-                        self.model.replace_weight(source, value, restore)
+                    value = self._prepared[weight.key] = _compute(executable, weight, self.model.weight)
+                    for source, restore in inverses(weight).items():
+                        if source not in as_they_are:
+                            self.model.replace_weight(source, value, restore)
                 values.append(value)
             executable.values = values
 
 
-def _compute(segment: Segment, weight: Weight, original: Callable[[str], Any]) -> Any:
+def _compute(executable: Executable, weight: Weight, original: Callable[[str], Any]) -> Any:
     """A prepared weight's value, from the original ones."""
     environment = {
-        ref: original(name) if name else jax.numpy.asarray(segment.constant(ref)) for ref, name in weight.sources
+        ref: original(name) if name else jax.numpy.asarray(executable.constants[ref]) for ref, name in weight.sources
     }
     return evaluate(weight.operations, environment, [weight.ref])[0]
 

@@ -7,6 +7,7 @@ What only makes a weight larger (a broadcast) stays in the rest.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Sequence
@@ -54,11 +55,12 @@ def flatten(closed: jex.ClosedJaxpr) -> Trace:
     trace = Trace([], {}, [])
     inputs = [trace.new(v.aval) for v in closed.jaxpr.invars]
     trace.inputs = inputs
-    trace.outputs = _inline(trace, closed, inputs)
+    trace.outputs = inline(trace, closed, inputs)
     return trace
 
 
-def _inline(trace: Trace, closed: jex.ClosedJaxpr, arguments: Sequence[Ref | jex.Literal]) -> list[Ref | jex.Literal]:
+def inline(trace: Trace, closed: jex.ClosedJaxpr, arguments: Sequence[Ref | jex.Literal]) -> list[Ref | jex.Literal]:
+    """Appends the operations of `closed` on some values of the trace. Returns their results."""
     names: dict[jex.Var, Ref | jex.Literal] = dict(zip(closed.jaxpr.invars, arguments, strict=True))
     for variable, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
         names[variable] = trace.new(variable.aval)
@@ -70,7 +72,7 @@ def _inline(trace: Trace, closed: jex.ClosedJaxpr, arguments: Sequence[Ref | jex
     for equation in closed.jaxpr.eqns:
         operands = tuple(read(atom) for atom in equation.invars)
         if equation.primitive.name in _CALLS:
-            results = _inline(trace, equation.params["jaxpr"], operands)
+            results = inline(trace, equation.params["jaxpr"], operands)
         else:
             results = tuple(trace.new(v.aval) for v in equation.outvars)
             trace.operations.append(Operation(equation, operands, results))
@@ -141,7 +143,7 @@ def split(trace: Trace, names: dict[Ref, str], arguments: list[Ref], *, prepare:
         prepare: Compute what depends on weights alone beforehand. Without it only constants are hoisted, so that the
             rest remains a function of the weights themselves.
     """
-    operations = _needed(trace.operations, trace.outputs)
+    operations = live(trace.operations, trace.outputs)
     keys = {ref: _digest(value) for ref, value in trace.constants.items()}
     hoistable = set(keys)
     if prepare:
@@ -167,7 +169,7 @@ def split(trace: Trace, names: dict[Ref, str], arguments: list[Ref], *, prepare:
     originals = {**names, **dict.fromkeys(trace.constants, "")}
     weights = []
     for ref in frontier:
-        needed = _needed(_ancestors(ref, producer), [ref])
+        needed = live(_ancestors(ref, producer), [ref])
         sources = (
             {r for op in needed for r in op.operands if isinstance(r, Ref) and r in originals} if needed else {ref}
         )
@@ -205,7 +207,7 @@ def _enlarges(op: Operation, trace: Trace) -> bool:
     return math.prod(trace.avals[op.results[0]].shape) > before
 
 
-def _needed(operations: list[Operation], outputs: Sequence[Ref | jex.Literal]) -> list[Operation]:
+def live(operations: list[Operation], outputs: Sequence[Ref | jex.Literal]) -> list[Operation]:
     """The operations that `outputs` need, or that have effects, in order."""
     needed = {ref for ref in outputs if isinstance(ref, Ref)}
     kept = []
@@ -239,31 +241,27 @@ def _digest(value: Any) -> str:
     return f"constant {array.dtype.name}{list(array.shape)} {content}"
 
 
-def inverse(weight: Weight) -> Callable[[jax.Array], jax.Array] | None:
-    """What gives the original weight back from the prepared one, where that only moved or widened its elements."""
-    if len(weight.sources) != 1 or not weight.operations:
-        return None
-    steps: list[Callable[[jax.Array], jax.Array]] = []
-    current = weight.sources[0][0]
-    for op in weight.operations:
-        if op.operands != (current,):
-            return None
-        step = _undo(op)
-        if step is None:
-            return None
-        steps.append(step)
-        current = op.results[0]
-
-    def restore(value: jax.Array) -> jax.Array:
-        for step in reversed(steps):
-            value = step(value)
-        return value
-
-    return restore
+def inverses(weight: Weight) -> dict[str, Callable[[jax.Array], jax.Array]]:
+    """What gives original weights back from the prepared one, for those whose elements were only moved or widened."""
+    restores: dict[Ref, Callable[[jax.Array], jax.Array]] = {weight.ref: lambda value: value}
+    for op in reversed(weight.operations):
+        restore = restores.get(op.results[0])
+        if restore is None:
+            continue
+        for i, operand in enumerate(op.operands):
+            undo = _undo(op, i)
+            if undo is not None and isinstance(operand, Ref):
+                restores[operand] = functools.partial(_in_turn, restore, undo)
+    return {name: restores[ref] for ref, name in weight.sources if name and ref in restores}
 
 
-def _undo(op: Operation) -> Callable[[jax.Array], jax.Array] | None:
-    before, params = op.equation.invars[0].aval, op.equation.params
+def _in_turn(first: Callable[[Any], Any], second: Callable[[Any], Any], value: Any) -> Any:
+    return second(first(value))
+
+
+def _undo(op: Operation, position: int) -> Callable[[jax.Array], jax.Array] | None:
+    """What gives one operand of an operation back from its result, or None."""
+    before, params = op.equation.invars[position].aval, op.equation.params
     match op.equation.primitive.name:
         case "transpose":
             order = tuple(int(i) for i in np.argsort(params["permutation"]))
@@ -272,6 +270,10 @@ def _undo(op: Operation) -> Callable[[jax.Array], jax.Array] | None:
             return lambda x: lax.reshape(x, before.shape)
         case "broadcast_in_dim" if math.prod(before.shape) == math.prod(params["shape"]):
             return lambda x: lax.reshape(x, before.shape)
+        case "concatenate":
+            axis = params["dimension"]
+            start = sum(operand.aval.shape[axis] for operand in op.equation.invars[:position])
+            return lambda x: lax.slice_in_dim(x, start, start + before.shape[axis], axis=axis)
         case "convert_element_type" if before.dtype.itemsize == 2 and params["new_dtype"] == np.float32:
             return lambda x: lax.convert_element_type(x, before.dtype)
     return None

@@ -31,8 +31,11 @@ from transmuter.lowering.padding import Padded
 from transmuter.lowering.reasons import break_reason, length_reason
 from transmuter.model import Model
 from transmuter.segments import preparation
+from transmuter.segments.rewriting import Rule, rewritten
 
 _WIDE = {np.dtype(t) for t in (np.int64, np.uint64, np.float64, np.complex128)}
+_RULES: tuple[Rule, ...] = ()
+"""How what runs on the model's own params is rewritten, in this order."""
 SMALL = 16
 """Elements up to which an integer or boolean scalar or vector that decides a shape or a branch enters the signature by
 itself."""
@@ -271,13 +274,16 @@ class Segment:
         with self._lock:
             if own_params in self._executables:  # another thread has made it meanwhile
                 return self._executables[own_params]
-            cut = preparation.split(self._flat, self._names, self._inputs, prepare=own_params)
+            flat = rewritten(self._flat, self._names, _RULES) if own_params else self._flat
+            cut = preparation.split(flat, self._names, self._inputs, prepare=own_params)
             rounds = any(getattr(aval, "dtype", None) in HALVES for aval in self._flat.avals)
             rounding = (
                 jax.jit(cut.function(), compiler_options={"xla_allow_excess_precision": False}) if rounds else None
             )
             names = ["" if own_params or w.operations else w.sources[0][1] for w in cut.weights]
-            self._executables[own_params] = Executable(cut.weights, names, jax.jit(cut.function()), rounding)
+            self._executables[own_params] = Executable(
+                cut.weights, names, flat.constants, jax.jit(cut.function()), rounding
+            )
             return self._executables[own_params]
 
     @property
@@ -317,10 +323,6 @@ class Segment:
         """Whether it computes anything in 64-bit types."""
         return any(getattr(aval, "dtype", None) in _WIDE for aval in self._flat.avals)
 
-    def constant(self, ref: int) -> Any:
-        """A known array that tracing captured: an argument of the executable, not a part of it."""
-        return self._flat.constants[ref]
-
     def unpack(self, flat: Sequence[Any]) -> tuple[dict[ir.Value, Any], dict[str, Any]]:
         """The executable's results, as the values that the segment hands on and the requested outputs."""
         carried, emitted = jax.tree.unflatten(self._structure, flat)
@@ -334,6 +336,8 @@ class Executable:
     weights: list[preparation.Weight]
     names: list[str]
     """Of the weights that each call gives, the names; `""` for those in `values`."""
+    constants: Mapping[preparation.Ref, Any]
+    """Known arrays that tracing captured: weights start from them too."""
     function: Callable[[list[Any], list[Any]], list[Any]]
     rounding: Callable[[list[Any], list[Any]], list[Any]] | None
     """The same where it computes in half precision, with every step rounded, as eagerly; XLA leaves roundings out if it
