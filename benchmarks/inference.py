@@ -8,38 +8,31 @@ Calls alternate, ours and theirs, so that whatever else the machine does disturb
 from __future__ import annotations
 
 import argparse
-import json
+import functools
+import itertools
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import graphs
 import numpy as np
 import onnx
+from bars import Row, geometric_mean, report
 
 
 @dataclass(frozen=True)
 class Case:
+    """A model and an input of it, with the bars for its ratio."""
+
     name: str
     architecture: str
     inputs: graphs.Inputs
-
-
-@dataclass(frozen=True)
-class Result:
-    """Milliseconds of a call, seconds of what precedes the first one, and the largest absolute difference."""
-
-    case: str
-    ours_ms: float
-    onnxruntime_ms: float
-    ratio: float
-    trace_s: float
-    compile_s: float
-    max_abs_error: float
+    must: float | None
+    aim: float = 1.0
 
 
 ARCHITECTURES: dict[str, Callable[[], onnx.ModelProto]] = {
@@ -52,11 +45,20 @@ ARCHITECTURES: dict[str, Callable[[], onnx.ModelProto]] = {
 
 
 def cases() -> list[Case]:
-    texts = [Case(f"minilm {b}x{s}", "minilm", graphs.bert_inputs(b, s)) for b, s in ((1, 8), (1, 128), (8, 128))]
-    patches = [Case(f"vit-s {b}", "vit-s", graphs.image_inputs(b, name="pixel_values")) for b in (1, 4)]
-    images = [Case(f"{a} {b}", a, graphs.image_inputs(b)) for a in ("resnet50", "mobilenetv2") for b in (1, 4)]
-    series = [Case("lstm 1x100", "lstm", graphs.normal_inputs("input", (1, 100, 64)))]
-    return [*texts, *patches, *images, *series]
+    """Every case, those of one model together."""
+    images = functools.partial(graphs.image_inputs, name="pixel_values")
+    return [
+        Case("minilm 1x8", "minilm", graphs.bert_inputs(1, 8), 1.5),
+        Case("minilm 1x128", "minilm", graphs.bert_inputs(1, 128), 1.35),
+        Case("minilm 8x128", "minilm", graphs.bert_inputs(8, 128), 1.2),
+        Case("vit-s 1", "vit-s", images(1), 1.35),
+        Case("vit-s 4", "vit-s", images(4), 1.2),
+        Case("resnet50 1", "resnet50", graphs.image_inputs(1), 1.5),
+        Case("resnet50 4", "resnet50", graphs.image_inputs(4), 1.4),
+        Case("mobilenetv2 1", "mobilenetv2", graphs.image_inputs(1), 2.0),
+        Case("mobilenetv2 4", "mobilenetv2", graphs.image_inputs(4), 2.0),
+        Case("lstm 1x200", "lstm", graphs.normal_inputs("input", (1, 200, 256)), 2.0),
+    ]
 
 
 def run_in_onnxruntime(model: onnx.ModelProto, inputs: graphs.Inputs, threads: int) -> Callable[[], dict[str, Any]]:
@@ -72,12 +74,6 @@ def run_in_onnxruntime(model: onnx.ModelProto, inputs: graphs.Inputs, threads: i
     return lambda: dict(zip(names, session.run(names, inputs), strict=True))
 
 
-def seconds_before_first_run(compiled: Any) -> tuple[float, float]:
-    """Seconds that the compiled model has spent on tracing and on compiling its segments."""
-    segments = compiled.cache_info().segments
-    return sum(s.trace_seconds for s in segments), sum(s.compile_seconds for s in segments)
-
-
 def alternate(calls: list[Callable[[], Any]], repeats: int, warmup: int = 3) -> list[float]:
     """Each call's median milliseconds."""
     times: list[list[float]] = [[] for _ in calls]
@@ -90,7 +86,8 @@ def alternate(calls: list[Callable[[], Any]], repeats: int, warmup: int = 3) -> 
     return [statistics.median(spent) for spent in times]
 
 
-def measure(case: Case, model: onnx.ModelProto, repeats: int, threads: int) -> Result:
+def measure(case: Case, model: onnx.ModelProto, repeats: int, threads: int) -> Row:
+    """The median milliseconds of a call, ours and ONNX Runtime's."""
     import jax
 
     import transmuter
@@ -104,15 +101,21 @@ def measure(case: Case, model: onnx.ModelProto, repeats: int, threads: int) -> R
     actual, expected = ours(), theirs()
     error = max(float(np.abs(np.asarray(actual[name]) - expected[name]).max()) for name in expected)
     mine, other = alternate([ours, theirs], repeats)
-    return Result(case.name, mine, other, mine / other, *seconds_before_first_run(compiled), error)
+    return Row(case.name, mine, other, "ms", mine / other, case.must, case.aim, error)
 
 
-def results(only: str, repeats: int, threads: int) -> Iterator[Result]:
+def rows(only: str, repeats: int, threads: int) -> Iterator[Row]:
+    """A row for each case whose name contains `only`, and the geometric mean of those that have a bar."""
+    found = []
     wanted = [case for case in cases() if only in case.name]
-    for architecture, build in ARCHITECTURES.items():
-        of_architecture = [case for case in wanted if case.architecture == architecture]
-        model = build() if of_architecture else None
-        yield from map(partial(measure, model=model, repeats=repeats, threads=threads), of_architecture)
+    for architecture, of_architecture in itertools.groupby(wanted, lambda case: case.architecture):
+        model = ARCHITECTURES[architecture]()
+        for case in of_architecture:
+            found.append(measure(case, model, repeats, threads))
+            yield found[-1]
+    barred = [row for row in found if row.must is not None]
+    if len(barred) > 1:
+        yield geometric_mean(barred, must=1.4, aim=1.0)
 
 
 def main() -> None:
@@ -122,23 +125,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="CPUs that both may use")
     parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     arguments = parser.parse_args()
-    # XLA takes as many threads as the process may use CPUs, when JAX starts.
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
+    use_cpus(arguments.threads)
+    sys.exit(report(rows(arguments.only, arguments.repeats, arguments.threads), arguments.json) > 0)
 
-    print(f"{arguments.threads} CPUs; load average at the start {os.getloadavg()[0]:.1f}, which should be near 0")
-    print(f"{'case':<16}{'ours ms':>10}{'ORT ms':>10}{'ratio':>8}{'trace s':>10}{'compile s':>11}{'max error':>12}")
-    found = []
-    for r in results(arguments.only, arguments.repeats, arguments.threads):
-        print(
-            f"{r.case:<16}{r.ours_ms:>10.2f}{r.onnxruntime_ms:>10.2f}{r.ratio:>8.2f}"
-            f"{r.trace_s:>10.2f}{r.compile_s:>11.2f}{r.max_abs_error:>12.1e}",
-            flush=True,
-        )
-        found.append(r)
-    if arguments.json:
-        with open(arguments.json, "w") as stream:
-            json.dump([asdict(r) for r in found], stream, indent=2)
-            stream.write("\n")
+
+def use_cpus(threads: int) -> None:
+    """Restricts the process to so many CPUs. XLA takes as many threads, when JAX starts."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
 
 
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="CPUs to use")
     parser.add_argument("--hlo", metavar="FOLDER", help="also write the optimised HLO of each case there")
     arguments = parser.parse_args()
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
+    inference.use_cpus(arguments.threads)
 
     import transmuter
 
