@@ -248,3 +248,17 @@ def test_matches_onnxruntime(name: str, mode: str) -> None:
         calls = compiled.cache_info().misses
         compiled(recorded.cases[-1][0])
         assert compiled.cache_info().misses == calls, "a known signature compiles again"
+
+
+@pytest.mark.parametrize("name", [name for name in _names() if isinstance(name, str) and name.startswith("models/")])
+def test_saved_model_gives_the_same(name: str, tmp_path: Path) -> None:
+    """ONNX Runtime's results for `Model.save`'s file are those for the original, bit by bit."""
+    recorded = load_recorded(name)
+    inputs, expected = recorded.cases[0]
+    transmuter.load(recorded.path).save(tmp_path / "saved.onnx")
+    wanted = onnxruntime_outputs(recorded.path, list(expected), inputs)
+    for actual, value in zip(onnxruntime_outputs(tmp_path / "saved.onnx", list(expected), inputs), wanted, strict=True):
+        if isinstance(value, list):
+            assert actual == value
+        else:
+            np.testing.assert_array_equal(actual, value)

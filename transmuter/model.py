@@ -108,6 +108,8 @@ class Model:
         outputs: `TensorSpec` of each graph output, by name, in graph order.
         opsets: Version of each operator domain that the graph imports (`""` is ai.onnx).
         graph: The `onnx_ir.Graph`, sorted, with functions inlined where possible. Read it, do not change it.
+        ir_model: The `onnx_ir.Model` around it.
+        map_types: Types of graph inputs and outputs that `ir_model` cannot hold.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class Model:
         device: jax.Device | None,
         seed: int,
     ):
-        self._ir, self.graph = weights.model, weights.model.graph
+        self.ir_model, self.graph, self.map_types = weights.model, weights.model.graph, weights.map_types
         self.name = self.graph.name or "model"
         self.compute_type, self.device, self.seed = compute_type, device, seed
         self._dtypes: dict[np.dtype, np.dtype] = {}
@@ -128,14 +130,14 @@ class Model:
             # ONNX Runtime computes no bfloat16 on a CPU; without such weights the specification's types hold
             if any(array.dtype == _BFLOAT16 for array in weights.arrays.values()):
                 self._dtypes[_BFLOAT16] = np.dtype(compute_type)
-        self.opsets = {("" if d == "ai.onnx" else d): v for d, v in self._ir.opset_imports.items()}
+        self.opsets = {("" if d == "ai.onnx" else d): v for d, v in self.ir_model.opset_imports.items()}
         given = set(self.graph.initializers.values())
-        specs = {v: _spec(v, weights.host_types) for v in (*self.graph.inputs, *self.graph.outputs)}
+        specs = {v: _spec(v, weights.map_types) for v in (*self.graph.inputs, *self.graph.outputs)}
         self.inputs = {v.name: specs[v] for v in self.graph.inputs if v not in given}
         self.overridable_inputs = {v.name: specs[v] for v in self.graph.inputs if v in given}
         self.outputs = {v.name: specs[v] for v in self.graph.outputs}
-        self.lists_weights_as_inputs = (self._ir.ir_version or 0) < 4
-        self.program = evaluation.Program(self.graph, self._ir.functions, self.opsets)
+        self.lists_weights_as_inputs = (self.ir_model.ir_version or 0) < 4
+        self.program = evaluation.Program(self.graph, self.ir_model.functions, self.opsets)
         self._store = _Store(device)
         self._homes: dict[str, dict[str, ir.Value]] = {"param": {}, "buffer": {}}
         self._constants: dict[ir.Value, np.ndarray] = {}
@@ -184,6 +186,10 @@ class Model:
     def is_constant(self, value: ir.Value) -> bool:
         """Whether `value` is an initializer that is a known value."""
         return value in self._constants
+
+    def constant(self, value: ir.Value) -> np.ndarray:
+        """The contents of an initializer that is a known value."""
+        return self._constants[value]
 
     def weight(self, name: str) -> jax.Array:
         """One param or buffer, as an array on the device."""
@@ -424,6 +430,30 @@ class Model:
 
     # -- what it holds
 
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        params: Mapping[str, Any] | None = None,
+        external_data: bool | None = None,
+    ) -> None:
+        """Writes the model as an ONNX file: the graph that was loaded, with other weights.
+
+        Args:
+            path: The file. One that is there is replaced, once the new one is whole.
+            params: Arrays shaped as `model.params`, in any float dtype: they are written in the dtypes of the graph
+                (float16 exports stay float16). None is the model's own.
+            external_data: Write the weights to a second file beside it, named `path` with ".data" behind it. None does
+                so above 1.9 GB, since an ONNX file holds at most 2 GiB.
+
+        Raises:
+            InputError: A param is missing, unknown, of another shape, or too large for the dtype of the graph.
+            OSError: The file cannot be written.
+        """
+        from transmuter.writing import write
+
+        write(self, path, params, external_data)
+
     @property
     def unsupported_operators(self) -> dict[str, tuple[str, ...]]:
         """Operators of the graph that have no lowering, with the names of their nodes."""
@@ -432,7 +462,7 @@ class Model:
     @functools.cached_property
     def operators(self) -> Counter[str]:
         """How many nodes of each operator the model has, in subgraphs and functions too."""
-        return Counter(evaluation.operator_name(node) for graph in self._ir.graphs() for node in graph)
+        return Counter(evaluation.operator_name(node) for graph in self.ir_model.graphs() for node in graph)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("A Model cannot be copied or pickled. Load it again from its source.")
@@ -585,9 +615,9 @@ def _narrowed(name: str, array: np.ndarray) -> jax.Array:
         raise InputError(f"In {name!r}, {error}. Set jax_enable_x64, or use transmuter.run or compile.") from error
 
 
-def _spec(value: ir.Value, host_types: Mapping[str, str]) -> TensorSpec:
-    if value.name in host_types:
-        return TensorSpec(value.name, None, None, host_types[value.name])
+def _spec(value: ir.Value, map_types: Mapping[str, Any]) -> TensorSpec:
+    if value.name in map_types:
+        return TensorSpec(value.name, None, None, reading.spell(map_types[value.name]))
     if value.type is None:
         return TensorSpec(value.name, None, None, "value")
     if not isinstance(value.type, ir.TensorType):

@@ -38,8 +38,8 @@ class Weights:
 
     model: ir.Model
     arrays: dict[ir.Value, np.ndarray]
-    host_types: dict[str, str]
-    """Graph inputs and outputs of types that onnx_ir does not know (maps), with the type's spelling."""
+    map_types: dict[str, onnx.TypeProto]
+    """The types of graph inputs and outputs that onnx_ir does not know: those with maps."""
 
 
 def read(source: Source) -> Weights:
@@ -324,7 +324,7 @@ def strings(values: np.ndarray, shape: Iterable[int]) -> np.ndarray:
 
 def _build(proto: onnx.ModelProto, tensors: _Tensors) -> Weights:
     _check_versions(proto)
-    host_types = _take_map_types(proto.graph)
+    map_types = _take_map_types(proto.graph)
     _make_dense(proto.graph)
     for function in proto.functions:
         _make_dense_nodes(function.node)
@@ -345,7 +345,7 @@ def _build(proto: onnx.ModelProto, tensors: _Tensors) -> Weights:
         for value in graph.initializers.values()
         if value.const_value is not None
     }
-    return Weights(model, arrays, host_types)
+    return Weights(model, arrays, map_types)
 
 
 def _reason(error: BaseException) -> str:
@@ -412,12 +412,12 @@ def _check_names(graph: onnx.GraphProto, outer: set[str], where: str) -> None:
 _GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 
 
-def _take_map_types(graph: onnx.GraphProto) -> dict[str, str]:
-    """Drops types with maps in them, which onnx_ir cannot hold, and returns their spelling."""
+def _take_map_types(graph: onnx.GraphProto) -> dict[str, onnx.TypeProto]:
+    """Takes out the types with maps in them, which onnx_ir cannot hold."""
     taken = {}
     for info in (*graph.input, *graph.output, *graph.value_info):
-        if "map(" in (spelling := spell(info.type)):
-            taken[info.name] = spelling
+        if "map(" in spell(info.type):
+            taken[info.name] = onnx.TypeProto.FromString(info.type.SerializeToString())
             info.ClearField("type")
     return taken
 
