@@ -108,6 +108,15 @@ class Graph:
         product = self.op("Mul", x, self.op("Add", error, self.constant(1.0)))
         return self.op("Mul", product, self.constant(0.5))
 
+    def tanh_gelu(self, x: str) -> str:
+        cubed = self.op("Mul", self.op("Pow", x, self.constant(3.0)), self.constant(0.044715))
+        inner = self.op("Mul", self.op("Add", x, cubed), self.constant(math.sqrt(2 / math.pi)))
+        return self.op(
+            "Mul",
+            self.op("Mul", x, self.constant(0.5)),
+            self.op("Add", self.op("Tanh", inner), self.constant(1.0)),
+        )
+
     def attention(self, x: str, name: str, hidden: int, heads: int, mask: str | None = None) -> str:
         """Self-attention of `x` [batch, sequence, hidden], up to the joined heads; `mask` is added to the scores."""
         batch, sequence, size = self.dim(x, 0), self.dim(x, 1), hidden // heads
@@ -190,6 +199,68 @@ def bert(
         wide = g.linear(wide, f"{layer}.output.dense", ffn, hidden)
         x = g.layer_norm(g.op("Add", wide, x), f"{layer}.output.LayerNorm", hidden, 1e-12)
     return g.model({"last_hidden_state": (x, ("batch", "sequence", hidden))})
+
+
+def gpt2(
+    *,
+    layers: int = 12,
+    hidden: int = 768,
+    heads: int = 12,
+    vocab: int = 50257,
+    positions: int = 1024,
+    norm: str = "parts",
+    seed: int = 0,
+) -> onnx.ModelProto:
+    """A GPT-2 decoder with past keys and values, by default of the small size; the embedding is the head's weight."""
+    g, size = Graph("gpt2", opset={"parts": 14, "op": 17}[norm], seed=seed), hidden // heads
+    tokens = g.input("input_ids", TensorProto.INT64, ("batch", "sequence"))
+    attended = g.input("attention_mask", TensorProto.INT64, ("batch", "total"))
+    places = g.input("position_ids", TensorProto.INT64, ("batch", "sequence"))
+    batch, sequence, zero = g.dim(tokens, 0), g.dim(tokens, 1), g.constant([0], np.int64)
+    lowest = g.constant(np.finfo(np.float32).min)
+    wide = g.op("Cast", g.op("Unsqueeze", attended, g.constant([1, 2], np.int64)), to=TensorProto.FLOAT)
+    mask = g.op("Mul", g.op("Sub", g.constant(1.0), wide), lowest)
+    causal = g.weight("attention.bias", np.tri(positions, dtype=np.bool_)[None, None])
+
+    def conv1d(x: str, name: str, features_in: int, features_out: int) -> str:
+        """The linear layer of this model: a Gemm of the rows."""
+        rows = g.op("Reshape", x, g.constant([-1, features_in], np.int64))
+        weight = g.normal(f"{name}.weight", (features_in, features_out), features_in**-0.5)
+        y = g.op("Gemm", rows, weight, g.normal(f"{name}.bias", (features_out,), 0.1))
+        return g.reshape(y, (batch, sequence, features_out))
+
+    def attention(x: str, name: str, layer: int) -> tuple[str, str, str]:
+        """Self-attention of `x` and of what came before it; with the keys and values that the next step needs."""
+        shape = (batch, sequence, heads, size)
+        parts = g.op("Split", conv1d(x, f"{name}.c_attn", hidden, 3 * hidden), outputs=3, axis=2)
+        query, key, value = (g.op("Transpose", g.reshape(part, shape), perm=(0, 2, 1, 3)) for part in parts)
+        kinds, past = ("key", "value"), ("batch", heads, "past", size)
+        key_past, value_past = (g.input(f"past_key_values.{layer}.{k}", TensorProto.FLOAT, past) for k in kinds)
+        key, value = g.op("Concat", key_past, key, axis=-2), g.op("Concat", value_past, value, axis=-2)
+        scores = g.op("MatMul", query, g.op("Transpose", key, perm=(0, 1, 3, 2)))
+        scores = g.op("Div", scores, g.constant(math.sqrt(size)))
+        length, total = g.op("Unsqueeze", g.dim(query, 2), zero), g.op("Unsqueeze", g.dim(key, 2), zero)
+        rows = g.op("Slice", causal, g.op("Sub", total, length), total, g.constant([2], np.int64))
+        seen = g.op("Slice", rows, zero, total, g.constant([3], np.int64))
+        scores = g.op("Add", g.op("Where", seen, scores, lowest), mask)
+        mixed = g.op("MatMul", g.op("Softmax", scores, axis=-1), value)
+        mixed = g.reshape(g.op("Transpose", mixed, perm=(0, 2, 1, 3)), (batch, sequence, hidden))
+        return conv1d(mixed, f"{name}.c_proj", hidden, hidden), key, value
+
+    words = g.normal("transformer.wte.weight", (vocab, hidden), hidden**-0.5)
+    x = g.op("Add", g.op("Gather", words, tokens), g.embedding(places, "transformer.wpe", positions, hidden, 0.5))
+    present = {}
+    for i in range(layers):
+        layer = f"transformer.h.{i}"
+        mixed, *cache = attention(g.layer_norm(x, f"{layer}.ln_1", hidden, 1e-5), f"{layer}.attn", i)
+        x = g.op("Add", mixed, x)
+        wide = conv1d(g.layer_norm(x, f"{layer}.ln_2", hidden, 1e-5), f"{layer}.mlp.c_fc", hidden, 4 * hidden)
+        x = g.op("Add", x, conv1d(g.tanh_gelu(wide), f"{layer}.mlp.c_proj", 4 * hidden, hidden))
+        for kind, value in zip(("key", "value"), cache):
+            present[f"present.{i}.{kind}"] = (value, ("batch", heads, "total", size))
+    x = g.layer_norm(x, "transformer.ln_f", hidden, 1e-5)
+    logits = g.op("MatMul", x, g.op("Transpose", words, perm=(1, 0)))
+    return g.model({"logits": (logits, ("batch", "sequence", vocab)), **present})
 
 
 def vit(
@@ -290,7 +361,7 @@ def mobilenet(
     return g.model({"output": (g.classifier(x, "classifier", head, classes), ("batch", classes))})
 
 
-def lstm(*, layers: int = 2, features: int = 64, hidden: int = 128, seed: int = 0) -> onnx.ModelProto:
+def lstm(*, layers: int = 2, features: int = 256, hidden: int = 256, seed: int = 0) -> onnx.ModelProto:
     """A stack of bidirectional LSTMs over [batch, sequence, features]; the sequence and the last hidden states."""
     g = Graph("lstm", opset=17, seed=seed)
     inputs = g.input("input", TensorProto.FLOAT, ("batch", "sequence", features))
@@ -341,6 +412,27 @@ def bert_inputs(batch: int, sequence: int, *, vocab: int = 30522, padding: int =
     types = np.broadcast_to(np.arange(sequence) >= sequence // 2, (batch, sequence)).astype(np.int64)
     ids = random.randint(0, vocab, (batch, sequence)).astype(np.int64)
     return {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
+
+
+def gpt2_inputs(
+    batch: int,
+    past: int,
+    *,
+    sequence: int = 1,
+    layers: int = 12,
+    heads: int = 12,
+    size: int = 64,
+    vocab: int = 50257,
+    seed: int = 0,
+) -> Inputs:
+    """Inputs of `gpt2` with `past` cached tokens before those of this step."""
+    random = np.random.RandomState(seed)
+    ids = random.randint(0, vocab, (batch, sequence)).astype(np.int64)
+    mask = np.ones((batch, past + sequence), np.int64)
+    places = np.broadcast_to(np.arange(past, past + sequence), (batch, sequence)).astype(np.int64)
+    names = [f"past_key_values.{i}.{kind}" for i in range(layers) for kind in ("key", "value")]
+    cache = {name: random.standard_normal((batch, heads, past, size)).astype(np.float32) for name in names}
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": places, **cache}
 
 
 def normal_inputs(name: str, shape: Sequence[int], *, seed: int = 0) -> Inputs:

@@ -37,6 +37,7 @@ class Case:
 
 ARCHITECTURES: dict[str, Callable[[], onnx.ModelProto]] = {
     "minilm": graphs.bert,
+    "gpt2": graphs.gpt2,
     "vit-s": graphs.vit,
     "resnet50": graphs.resnet,
     "mobilenetv2": graphs.mobilenet,
@@ -51,6 +52,7 @@ def cases() -> list[Case]:
         Case("minilm 1x8", "minilm", graphs.bert_inputs(1, 8), 1.5),
         Case("minilm 1x128", "minilm", graphs.bert_inputs(1, 128), 1.35),
         Case("minilm 8x128", "minilm", graphs.bert_inputs(8, 128), 1.2),
+        Case("gpt2 1x1+256", "gpt2", graphs.gpt2_inputs(1, 256), 1.3),
         Case("vit-s 1", "vit-s", images(1), 1.35),
         Case("vit-s 4", "vit-s", images(4), 1.2),
         Case("resnet50 1", "resnet50", graphs.image_inputs(1), 1.5),
