@@ -60,7 +60,8 @@ class Graph:
             self._nodes.append(helper.make_node("Identity", [value], [name], name=f"/{name}"))
         infos = [helper.make_tensor_value_info(n, TensorProto.FLOAT, shape) for n, (_, shape) in outputs.items()]
         graph = helper.make_graph(self._nodes, self._name, self._inputs, infos, self._weights)
-        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", self._opset)], ir_version=8)
+        opsets = [helper.make_opsetid("", self._opset), helper.make_opsetid("com.microsoft", 1)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=8)
 
     # ---- shapes
 
@@ -390,6 +391,139 @@ def lstm(*, layers: int = 2, features: int = 256, hidden: int = 256, seed: int =
     return g.model({"output": (y, ("batch", "sequence", 2 * hidden)), "hidden": (last, (2 * layers, "batch", hidden))})
 
 
+class _Decoder(Graph):
+    """A decoder as the model builder of ONNX Runtime GenAI writes it: fused operators, and weights in 4 bits."""
+
+    def contrib(self, operator: str, *operands: str, outputs: int = 1, **attributes: Any) -> Any:
+        return self.op(operator, *operands, outputs=outputs, domain="com.microsoft", **attributes)
+
+    def linear_4bit(self, x: str, name: str, features_in: int, features_out: int, block: int = 32) -> str:
+        """A product with a weight in blocks of 4 bits, each with a scale. The bits are random, as is their mean."""
+        shape = (features_out, features_in // block, block // 2)
+        packed = self.weight(f"{name}.qweight", self._random.randint(0, 256, shape).astype(np.uint8))
+        deviation = math.sqrt((16**2 - 1) / 12 * features_in)  # of a sum of uniformly distributed nibbles
+        scales = self._random.uniform(0.5, 1.5, math.prod(shape[:2])).astype(np.float32) / np.float32(deviation)
+        attributes = {"K": features_in, "N": features_out, "bits": 4, "block_size": block, "accuracy_level": 0}
+        return self.contrib("MatMulNBits", x, packed, self.weight(f"{name}.scales", scales), **attributes)
+
+    def norm(self, x: str, name: str, features: int, skip: str | None = None) -> Any:
+        """An RMSNorm; of `x + skip`, and that sum, if there is a skip connection."""
+        weight = self.normal(f"{name}.weight", (features,), 0.1, mean=1.0)
+        if skip is None:
+            return self.op("SimplifiedLayerNormalization", x, weight, axis=-1, epsilon=1e-6, stash_type=1)
+        operands = (x, skip, weight)
+        y, _, _, total = self.contrib("SkipSimplifiedLayerNormalization", *operands, outputs=4, epsilon=1e-6)
+        return y, total
+
+    def head_norm(self, x: str, name: str, count: int, size: int) -> str:
+        """An RMSNorm of each head by itself."""
+        y = self.norm(self.op("Reshape", x, self.constant([0, -1, size], np.int64)), name, size)
+        return self.op("Reshape", y, self.constant([0, -1, count * size], np.int64))
+
+
+def qwen3(
+    *,
+    layers: int = 4,
+    hidden: int = 1024,
+    heads: int = 16,
+    kv_heads: int = 8,
+    size: int = 128,
+    ffn: int = 3072,
+    vocab: int = 32768,
+    positions: int = 2048,
+    seed: int = 0,
+) -> onnx.ModelProto:
+    """A Qwen3 decoder with a key-value cache and weights in 4 bits, by default of Qwen3-0.6B's shapes, but with fewer
+    layers (of 28) and a smaller vocabulary (of 151936)."""
+    g = _Decoder("qwen3", opset=17, seed=seed)
+    tokens = g.input("input_ids", TensorProto.INT64, ("batch", "sequence"))
+    attended = g.input("attention_mask", TensorProto.INT64, ("batch", "total"))
+    places = g.input("position_ids", TensorProto.INT64, ("batch", "sequence"))
+    lengths = g.op("Sub", g.op("ReduceSum", attended, g.constant([1], np.int64)), g.constant([1], np.int64))
+    lengths = g.op("Cast", lengths, to=TensorProto.INT32)
+    total = g.op("Cast", g.dim(attended, 1), to=TensorProto.INT32)
+    angles = np.outer(np.arange(positions), 1e6 ** (-np.arange(0, size, 2) / size))
+    caches = [g.weight(f"{f.__name__}_cache", f(angles).astype(np.float32)) for f in (np.cos, np.sin)]
+
+    def rotated(x: str, count: int) -> str:
+        return g.contrib("RotaryEmbedding", x, places, *caches, interleaved=0, num_heads=count, rotary_embedding_dim=0)
+
+    x = g.embedding(tokens, "model.embed_tokens", vocab, hidden, 1.0)
+    y = g.norm(x, "model.layers.0.input_layernorm", hidden)
+    outputs: dict[str, tuple[str, Sequence[Dim]]] = {}
+    for i in range(layers):
+        name = f"model.layers.{i}"
+        past = [
+            g.input(f"past_key_values.{i}.{role}", TensorProto.FLOAT, ("batch", kv_heads, "past", size))
+            for role in ("key", "value")
+        ]
+        query = g.linear_4bit(y, f"{name}.self_attn.q_proj", hidden, heads * size)
+        key = g.linear_4bit(y, f"{name}.self_attn.k_proj", hidden, kv_heads * size)
+        value = g.linear_4bit(y, f"{name}.self_attn.v_proj", hidden, kv_heads * size)
+        query = rotated(g.head_norm(query, f"{name}.self_attn.q_norm", heads, size), heads)
+        key = rotated(g.head_norm(key, f"{name}.self_attn.k_norm", kv_heads, size), kv_heads)
+        operands = (query, key, value, *past, lengths, total)
+        attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "scale": size**-0.5}
+        mixed, *present = g.contrib("GroupQueryAttention", *operands, outputs=3, **attributes)
+        for role, cache in zip(("key", "value"), present, strict=True):
+            outputs[f"present.{i}.{role}"] = cache, ("batch", kv_heads, "total", size)
+        mixed = g.linear_4bit(mixed, f"{name}.self_attn.o_proj", heads * size, hidden)
+        y, x = g.norm(x, f"{name}.post_attention_layernorm", hidden, skip=mixed)
+        gate, up = (g.linear_4bit(y, f"{name}.mlp.{role}_proj", hidden, ffn) for role in ("gate", "up"))
+        wide = g.op("Mul", g.op("Mul", gate, g.op("Sigmoid", gate)), up)
+        wide = g.linear_4bit(wide, f"{name}.mlp.down_proj", ffn, hidden)
+        following = f"model.layers.{i + 1}.input_layernorm" if i + 1 < layers else "model.norm"
+        y, x = g.norm(x, following, hidden, skip=wide)
+    logits = g.linear_4bit(y, "lm_head", hidden, vocab)
+    return g.model({"logits": (logits, ("batch", "sequence", vocab)), **outputs})
+
+
+def quantized_dynamically(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A model with its linear layers in int8, as `onnxruntime.quantization.quantize_dynamic` writes them: the weights
+    are symmetric, and what they are multiplied with is quantized where it is computed. Embeddings are int8, too."""
+    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    nodes: list[onnx.NodeProto] = []
+    quantized: dict[str, tuple[str, str, str]] = {}
+    """The integers, scale and zero point of activations and weights."""
+
+    def add(operator: str, operands: Sequence[str], results: Sequence[str], **attributes: Any) -> None:
+        name = f"{results[0]}_{operator}"
+        nodes.append(helper.make_node(operator, operands, results, name=name, **attributes))
+
+    def of_weight(name: str) -> tuple[str, str, str]:
+        if name not in quantized:
+            quantized[name] = names = f"{name}_quantized", f"{name}_scale", f"{name}_zero_point"
+            array = numpy_helper.to_array(weights.pop(name))
+            scale = np.float32(np.abs(array).max() / 127)
+            integers = np.clip(np.round(array / scale), -127, 127).astype(np.int8)
+            for part, contents in zip(names, (integers, scale, np.int8(0)), strict=True):
+                weights[part] = numpy_helper.from_array(np.asarray(contents), part)
+        return quantized[name]
+
+    def of_activation(name: str) -> tuple[str, str, str]:
+        if name not in quantized:
+            quantized[name] = f"{name}_quantized", f"{name}_scale", f"{name}_zero_point"
+            add("DynamicQuantizeLinear", [name], quantized[name])
+        return quantized[name]
+
+    for node in model.graph.node:
+        y = node.output[0]
+        if node.op_type == "MatMul" and node.input[1] in {*weights, *quantized}:
+            (a, a_scale, a_zero), (b, b_scale, b_zero) = of_activation(node.input[0]), of_weight(node.input[1])
+            add("MatMulInteger", [a, b, a_zero, b_zero], [f"{y}_quantized"])
+            add("Cast", [f"{y}_quantized"], [f"{y}_cast"], to=TensorProto.FLOAT)
+            add("Mul", [a_scale, b_scale], [f"{y}_scale"])
+            add("Mul", [f"{y}_cast", f"{y}_scale"], [y])
+        elif node.op_type == "Gather" and node.input[0] in {*weights, *quantized} and "embeddings" in node.input[0]:
+            table, scale, zero = of_weight(node.input[0])
+            add("Gather", [table, node.input[1]], [f"{y}_quantized"], axis=0)
+            add("DequantizeLinear", [f"{y}_quantized", scale, zero], [y])
+        else:
+            nodes.append(node)
+    graph = helper.make_graph(nodes, model.graph.name, model.graph.input, model.graph.output, weights.values())
+    return helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
+
+
 def mlp(size: int, *, width: int = 2048, seed: int = 0) -> onnx.ModelProto:
     """A stack of square MatMul weights and Relus that holds `size` bytes of weights, rounded up to whole layers."""
     g = Graph("mlp", opset=17, seed=seed)
@@ -443,3 +577,30 @@ def normal_inputs(name: str, shape: Sequence[int], *, seed: int = 0) -> Inputs:
 def image_inputs(batch: int, *, name: str = "input", size: int = 224, seed: int = 0) -> Inputs:
     """Inputs of the networks for images."""
     return normal_inputs(name, (batch, 3, size, size), seed=seed)
+
+
+def decoder_inputs(
+    past: int,
+    *,
+    batch: int = 1,
+    tokens: int = 1,
+    layers: int = 4,
+    kv_heads: int = 8,
+    size: int = 128,
+    vocab: int = 32768,
+    seed: int = 0,
+) -> Inputs:
+    """Inputs of `qwen3` for so many new tokens behind those in the cache."""
+    random = np.random.RandomState(seed)
+    places = np.broadcast_to(np.arange(past, past + tokens), (batch, tokens)).astype(np.int64)
+    caches = {
+        f"past_key_values.{i}.{role}": random.standard_normal((batch, kv_heads, past, size)).astype(np.float32)
+        for i in range(layers)
+        for role in ("key", "value")
+    }
+    return {
+        "input_ids": random.randint(0, vocab, (batch, tokens)).astype(np.int64),
+        "attention_mask": np.ones((batch, past + tokens), np.int64),
+        "position_ids": places,
+        **caches,
+    }

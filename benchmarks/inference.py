@@ -42,6 +42,8 @@ ARCHITECTURES: dict[str, Callable[[], onnx.ModelProto]] = {
     "resnet50": graphs.resnet,
     "mobilenetv2": graphs.mobilenet,
     "lstm": graphs.lstm,
+    "minilm int8": lambda: graphs.quantized_dynamically(graphs.bert()),
+    "qwen3 4-bit": graphs.qwen3,
 }
 
 
@@ -60,6 +62,8 @@ def cases() -> list[Case]:
         Case("mobilenetv2 1", "mobilenetv2", graphs.image_inputs(1), 2.0),
         Case("mobilenetv2 4", "mobilenetv2", graphs.image_inputs(4), 2.0),
         Case("lstm 1x200", "lstm", graphs.normal_inputs("input", (1, 200, 256)), 2.0),
+        Case("minilm int8 1x128", "minilm int8", graphs.bert_inputs(1, 128), 2.5),
+        Case("qwen3 4-bit decode", "qwen3 4-bit", graphs.decoder_inputs(256), 2.0),
     ]
 
 
