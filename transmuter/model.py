@@ -25,7 +25,9 @@ from transmuter.lowering import evaluation
 from transmuter.lowering.arrays import canonical, cast, compute_dtypes, computed, in_jax, traced
 from transmuter.lowering.padding import Padded, has_length
 from transmuter.lowering.reasons import length_reason, shortened
+from transmuter.partition import Choice, Partition, partition
 from transmuter.staging import staged
+from transmuter.ties import tie
 
 _SMALL = 16
 """Up to so many elements, a float initializer is a known value and no param (unless the model is trainable)."""
@@ -69,7 +71,8 @@ def load(
     Args:
         source: A path, the file's bytes, an `onnx.ModelProto`, an `onnx_ir.Model`, or
             `"hf://org/repo[@revision]/path/to/model.onnx"` for a file on the Hugging Face Hub.
-        trainable: Make every float weight a param. Without it, those of a few elements are constants.
+        trainable: Make every float weight a param. Without it, those of a few elements are constants. Copies of a
+            weight, as they are or transposed (a tied embedding), become that one weight.
         compute_type: `"float32"` computes float16 graphs, and those with bfloat16 weights, in float32, as ONNX Runtime
             does on a CPU; inputs, outputs and params keep their dtypes. None computes in the graph's own dtypes.
         device: Where the weights live; None is JAX's default device.
@@ -89,7 +92,10 @@ def load(
         from transmuter import hub
 
         source = hub.fetch_model(source)
-    model = Model(reading.read(source), trainable=trainable, compute_type=compute_type, device=device, seed=seed)
+    weights = reading.read(source)
+    if trainable:
+        tie(weights.model, weights.arrays)
+    model = Model(weights, trainable=trainable, compute_type=compute_type, device=device, seed=seed)
     if isinstance(source, (str, os.PathLike)):
         model.name = os.path.basename(source)
     seconds = time.perf_counter() - started
@@ -167,6 +173,24 @@ class Model:
     def buffers(self) -> dict[str, jax.Array]:
         """Large arrays that are no ordinary float (packed or int8 weights, tables, float8): never differentiated."""
         return {name: self._store.get(name) for name in self._homes["buffer"]}
+
+    def trainable(self, choice: Choice) -> Partition:
+        """Splits the params in those to train and those to leave as they are.
+
+            trained, frozen = model.trainable(["encoder.layer.5.*", "classifier.*"])
+            loss, grads = jax.value_and_grad(lambda p: loss_fn(compiled(batch, params={**p, **frozen})))(trained)
+
+        Args:
+            choice: Names of params, `fnmatch` patterns or compiled regular expressions (which are searched for), one or
+                several; or a function of a name and a `jax.ShapeDtypeStruct` that returns whether to train it.
+
+        Returns:
+            Both dicts, by name; `.mask` and `.labels` say the same to `optax.masked` and `optax.multi_transform`.
+
+        Raises:
+            InputError: Nothing matches, or only quantised weights do, which have no gradient.
+        """
+        return partition(self, choice)
 
     @functools.cached_property
     def shapes(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
