@@ -10,38 +10,46 @@ import functools
 import itertools
 import math
 import operator as operators
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from transmuter.lowering.arrays import Array, cast, dims, is_float, is_string
-from transmuter.lowering.linear import accumulator, activated, centred, exact_terms, matmul
+from transmuter.lowering.arrays import Array, cast, dims, is_string
+from transmuter.lowering.linear import accumulator, activated, in_int8, integer_matmul, matmul
 from transmuter.lowering.registry import operator
 from transmuter.lowering.windows import Window, between, window
 
 _MOST_TAPS = 128
 """Larger depthwise kernels are left to XLA: each element of the kernel is an operation of its own otherwise."""
+_COLUMNS = 1024
+"""Copies of what integer kernels see have about so many columns at most, which bounds their memory."""
 
 
 def convolve(x: Array, w: Array, by: Window, group: int = 1, *, channels_last: bool = False) -> jax.Array:
     """`x` (batch, channels, spatial) convolved with `w` (outputs, channels of a group, spatial).
 
-    8-bit operands (less their zero points, see `centred`) give exact int32 results, halves accumulate in float32.
+    Halves accumulate in float32.
     """
-    if by.size != w.shape[2:]:
-        raise ValueError(f"the attributes describe a kernel of shape {by.size}, the weight has one of {w.shape[2:]}")
-    by.positions(x.shape[1:-1] if channels_last else x.shape[2:])  # which checks that the kernel fits
-    channels = x.shape[-1 if channels_last else 1]
-    if channels != w.shape[1] * group or w.shape[0] % group:
-        raise ValueError(f"{channels} channels and a weight of shape {w.shape} do not fall into {group} groups")
-    if jax.default_backend() != "cpu" and is_float(x):
+    *spatial, channels = x.shape[1:] if channels_last else (*x.shape[2:], x.shape[1])
+    _check_fit(spatial, channels, w, by, group)
+    if jax.default_backend() != "cpu":
         return _in_one_piece(x, w, by, group, channels_last)
     y = _on_cpu(x if channels_last else jnp.moveaxis(x, 1, -1), w, by, group)
-    y = cast(y, x.dtype if is_float(x) else np.int32)
+    y = cast(y, x.dtype)
     return y if channels_last else jnp.moveaxis(y, -1, 1)
+
+
+def _check_fit(spatial: Sequence[Any], channels: int, w: Array, by: Window, group: int) -> None:
+    if by.size != w.shape[2:]:
+        raise ValueError(f"the attributes describe a kernel of shape {by.size}, the weight has one of {w.shape[2:]}")
+    by.positions(spatial)  # which checks that the kernel fits
+    if channels != w.shape[1] * group or w.shape[0] % group:
+        raise ValueError(f"{channels} channels and a weight of shape {w.shape} do not fall into {group} groups")
 
 
 def _in_one_piece(x: Array, w: Array, by: Window, group: int, channels_last: bool) -> jax.Array:
@@ -70,11 +78,6 @@ def _on_cpu(x: Array, w: Array, by: Window, group: int) -> jax.Array:
 
 def _dense(x: Array, kernel: Array, by: Window) -> jax.Array:
     """One group: `kernel` is (spatial, channels, outputs)."""
-    if not is_float(x):  # in pieces whose sums are exact in float32
-        step = max(1, exact_terms(x, kernel) // by.taps)
-        pieces = [slice(i, i + step) for i in range(0, kernel.shape[-2], step)]
-        x, kernel = cast(x, np.float32), cast(kernel, np.float32)
-        return sum(cast(_dense(x[..., p], kernel[..., p, :], by), np.int32) for p in pieces)
     x, kernel = cast(x, accumulator(x)), cast(kernel, accumulator(kernel))
     if by.is_pointwise:
         every = (slice(None), *(slice(None, None, s) for s in by.strides))
@@ -85,8 +88,7 @@ def _dense(x: Array, kernel: Array, by: Window) -> jax.Array:
 
 def _depthwise(x: Array, kernel: Array, by: Window, group: int) -> jax.Array:
     """Each channel has kernels of its own: `kernel` is (spatial, outputs)."""
-    wide = accumulator(x) if is_float(x) else np.int32
-    x, kernel = cast(x, wide), cast(kernel, wide)
+    x, kernel = cast(x, accumulator(x)), cast(kernel, accumulator(kernel))
     if kernel.shape[-1] > group:
         x = jnp.repeat(x, kernel.shape[-1] // group, -1)
     return functools.reduce(operators.add, (view * kernel[index] for index, view in by.views(x)))
@@ -105,6 +107,32 @@ def _xla(x: Array, kernel: Array, by: Window, layout: tuple[str, str, str], grou
     )
 
 
+def _in_integers(x: Array, w: Array, x_zero: Array, w_zero: Array, by: Window, group: int) -> jax.Array:
+    """`convolve` with channels last of int8 operands less their zero points, exact in int32.
+
+    What the kernel sees at each position is copied side by side, up to `_COLUMNS` elements of a group at a time, and
+    multiplied as a matrix. On a CPU that is 2 to 6 times as fast as XLA's convolution in float32.
+    """
+    outputs, channels = w.shape[:2]
+    if channels == 1 and group > 1 and by.taps <= _MOST_TAPS:  # few enough products for exact sums in float32
+        x, kernel = (
+            cast(v, np.float32) - cast(zero, np.float32)
+            for v, zero in ((x, x_zero), (jnp.moveaxis(w[:, 0], 0, -1), w_zero))
+        )
+        return cast(_depthwise(x, kernel, by, group), np.int32)
+    kernel = jnp.moveaxis(jnp.reshape(w, (group, outputs // group, channels, by.taps)), (3, 2), (1, 2))
+    w_zero = w_zero if w_zero.ndim == 0 else jnp.reshape(w_zero, (group, 1, outputs // group))
+    views = [view for _, view in by.views(x, cast(x_zero, np.int8))]
+    shape, step, total = views[0].shape[:-1], max(1, _COLUMNS // channels), np.int32(0)
+    for some in (slice(i, i + step) for i in range(0, by.taps, step)):
+        seen = jnp.stack(views[some], -2)
+        seen = jnp.moveaxis(jnp.reshape(seen, (math.prod(shape), seen.shape[-2], group, channels)), 2, 0)
+        columns = seen.shape[-2] * channels
+        pair = jnp.reshape(seen, (group, math.prod(shape), columns)), jnp.reshape(kernel[:, some], (group, columns, -1))
+        total += integer_matmul(*pair, x_zero, w_zero)
+    return jnp.reshape(jnp.moveaxis(total, 0, -2), (*shape, outputs))
+
+
 def _per_channel(vector: Array, like: Array) -> Array:
     """A vector over the channels, ready to broadcast against `like`, in which they are dimension 1."""
     return jnp.reshape(vector, (-1, *(1,) * (like.ndim - 2)))
@@ -120,9 +148,9 @@ def Conv(x, w, b=None, *, auto_pad, dilations, group, kernel_shape, pads, stride
 @operator()
 def ConvInteger(x, w, x_zero_point=None, w_zero_point=None, *, auto_pad, dilations, group, kernel_shape, pads, strides):
     by = window(x.shape[2:], kernel_shape or w.shape[2:], strides, pads, dilations, auto_pad)
-    if w_zero_point is not None:
-        w_zero_point = jnp.reshape(w_zero_point, (-1, *(1,) * (w.ndim - 1)))
-    return convolve(centred(x, x_zero_point), centred(w, w_zero_point), by, group)
+    _check_fit(x.shape[2:], x.shape[1], w, by, group)
+    (x, x_zero), (w, w_zero) = in_int8(x, x_zero_point), in_int8(w, w_zero_point)
+    return jnp.moveaxis(_in_integers(jnp.moveaxis(x, 1, -1), w, x_zero, w_zero, by, group), -1, 1)
 
 
 @operator()

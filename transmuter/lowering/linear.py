@@ -69,37 +69,43 @@ def _scaled(x: jax.Array, factor: float) -> jax.Array:
 # ---- integers ------------------------------------------------------------------------------------------------------
 
 
-def centred(x: Array, zero_point: Array | None) -> Array:
-    """An 8-bit tensor less its zero point: int16, or as it is where the zero point is known to be zero."""
-    if zero_point is None or (is_known(zero_point) and not np.any(zero_point)):
-        return x
-    return jnp.subtract(cast(x, np.int16), cast(zero_point, np.int16))
+def in_int8(x: Array, zero_point: Array | None) -> tuple[Array, Array]:
+    """An 8-bit tensor as int8, and its zero point as int32; of uint8, both less 128."""
+    shift = 128 if x.dtype == np.uint8 else 0
+    zero = np.int32(-shift) if zero_point is None else cast(zero_point, np.int32) - np.int32(shift)
+    return cast(cast(x, np.int16) - np.int16(shift), np.int8) if shift else x, zero
 
 
-def exact_terms(a: Array, b: Array) -> int:
-    """How many products of elements of `a` and `b`, 8-bit tensors or `centred` ones, float32 adds up without rounding.
+def integer_matmul(a: Array, b: Array, a_zero: Array, b_zero: Array) -> jax.Array:
+    """The int32 product of int8 matrices less their zero points, each of which broadcasts with its matrix.
 
-    The CPU has no fast integer product, but exact float ones: 5 times as fast for matrices, 60 times for convolutions.
+    Zero points multiply sums of rows and columns, so that the product itself is one of int8. On a CPU of two cores that
+    takes 0.2 ms for 128x384x1536, one of float32 1.1 ms; but for a single row five times as long as for four.
     """
-    largest = [128 if x.dtype == np.int8 else 255 for x in (a, b)]
-    return 2**24 // (largest[0] * largest[1])
-
-
-def integer_matmul(a: Array, b: Array) -> jax.Array:
-    """The int32 matrix product of 8-bit tensors or `centred` ones."""
     if b.ndim == 1:
-        return integer_matmul(a, b[:, None])[..., 0]
-    step = exact_terms(a, b)
-    a, b = cast(a, np.float32), cast(b, np.float32)
-    pieces = [slice(i, i + step) for i in range(0, max(a.shape[-1], 1), step)]
-    return sum(cast(jnp.matmul(a[..., p], b[..., p, :]), np.int32) for p in pieces)
+        return integer_matmul(a, b[:, None], a_zero, b_zero)[..., 0]
+    rows = a.shape[:-1] if b.ndim == 2 else a.shape[-2:-1]
+    if rows and set(rows) == {1}:
+        a = jnp.pad(a, [*[(0, 0)] * (a.ndim - 2), (0, 3), (0, 0)])
+        return integer_matmul(a, b, a_zero, b_zero)[..., :1, :]
+    total = jnp.matmul(a, b, preferred_element_type=np.int32)
+    if not _is_zero(a_zero):
+        total -= a_zero * jnp.sum(b, axis=-2, dtype=np.int32, keepdims=a.ndim > 1)
+    if not _is_zero(b_zero):
+        total -= b_zero * jnp.sum(cast(a, np.int32) - a_zero, axis=-1, dtype=np.int32, keepdims=True)
+    return total
+
+
+def _is_zero(zero_point: Array) -> bool:
+    return is_known(zero_point) and not np.any(zero_point)
 
 
 @operator()
 def MatMulInteger(a, b, a_zero_point=None, b_zero_point=None):
     if a_zero_point is not None and a_zero_point.ndim == 1:  # one per row
-        a_zero_point = a_zero_point[:, None]
-    return integer_matmul(centred(a, a_zero_point), centred(b, b_zero_point))
+        a_zero_point = a_zero_point[:, None] if a.ndim > 1 else a_zero_point
+    (a, a_zero), (b, b_zero) = in_int8(a, a_zero_point), in_int8(b, b_zero_point)
+    return integer_matmul(a, b, a_zero, b_zero)
 
 
 @operator(domain="com.microsoft")

@@ -57,10 +57,10 @@ class Window:
             raise ValueError(f"a window that spans {self.extents} elements does not fit into {padded}")
         return counts
 
-    def views(self, x: Array) -> Iterator[tuple[tuple[int, ...], jax.Array]]:
+    def views(self, x: Array, padding: Array | int = 0) -> Iterator[tuple[tuple[int, ...], jax.Array]]:
         """For each element of the kernel its index and what it sees of `x`, in which channels come last."""
         borders = [(lo, hi + more, t - 1) for (lo, hi), more, t in zip(self.padding, self.overhang, self.stretch)]
-        padded = lax.pad(x, np.zeros((), x.dtype), [(0, 0, 0), *borders, (0, 0, 0)])
+        padded = lax.pad(x, jnp.asarray(padding, x.dtype), [(0, 0, 0), *borders, (0, 0, 0)])
         # XLA would compute what leads to `padded` once per view
         padded = lax.optimization_barrier(padded)
         counts = self.positions(x.shape[1:-1])
