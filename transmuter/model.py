@@ -116,6 +116,7 @@ class Model:
         graph: The `onnx_ir.Graph`, sorted, with functions inlined where possible. Read it, do not change it.
         ir_model: The `onnx_ir.Model` around it.
         map_types: Types of graph inputs and outputs that `ir_model` cannot hold.
+        is_trainable: Whether every float weight is a param.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class Model:
         self.ir_model, self.graph, self.map_types = weights.model, weights.model.graph, weights.map_types
         self.name = self.graph.name or "model"
         self.compute_type, self.device, self.seed = compute_type, device, seed
+        self.is_trainable = trainable
         self._dtypes: dict[np.dtype, np.dtype] = {}
         if compute_type is not None:
             self._dtypes[np.dtype(np.float16)] = np.dtype(compute_type)
@@ -451,6 +453,41 @@ class Model:
         for node in self.graph:
             named.update({v.name: v for v in node.outputs if v.name})
         return named
+
+    # -- other models made of it
+
+    def edited(self, edit: Callable[[ir.Model, dict[ir.Value, Any]], None]) -> Model:
+        """A model with another graph, which shares the weights that the two have in common.
+
+        Args:
+            edit: Changes a copy of the `onnx_ir.Model`, and the contents of its initializers (NumPy or JAX arrays): it
+                adds to these what initializers it adds to the graph.
+
+        Returns:
+            The new model; this one stays as it is.
+        """
+        copy, originals = self.copied()
+        arrays = {
+            value: self.weight(self.weight_values[original][1])
+            if original in self.weight_values
+            else self._constants[original]
+            for value, original in originals.items()
+        }
+        edit(copy, arrays)
+        options = {"compute_type": self.compute_type, "device": self.device, "seed": self.seed}
+        model = Model(reading.Weights(copy, arrays, self.map_types), trainable=self.is_trainable, **options)
+        model.name = self.name
+        return model
+
+    def copied(self) -> tuple[ir.Model, dict[ir.Value, ir.Value]]:
+        """A copy of `ir_model`, and which initializers of it stand for which ones of the original."""
+        copy = self.ir_model.clone()
+        originals = {
+            its_copy.initializers[name]: value
+            for graph, its_copy in zip(self.ir_model.graphs(), copy.graphs(), strict=True)
+            for name, value in graph.initializers.items()
+        }
+        return copy, originals
 
     # -- what it holds
 

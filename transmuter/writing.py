@@ -64,10 +64,9 @@ def _written(name: str, array: Any, dtype: np.dtype) -> np.ndarray:
 
 def _with_weights(model: Model, params: Mapping[str, np.ndarray] | None) -> ir.Model:
     """A copy of the graph whose initializers hold the weights, each fetched when it is written."""
-    original, copy = model.ir_model, model.ir_model.clone()
-    for graph, its_copy in zip(original.graphs(), copy.graphs(), strict=True):
-        for name, value in graph.initializers.items():
-            its_copy.initializers[name].const_value = _tensor(model, value, params)
+    copy, originals = model.copied()
+    for value, original in originals.items():
+        value.const_value = _tensor(model, original, params)
     return copy
 
 

@@ -1,0 +1,174 @@
+"""Steps of training: equal to optax by hand, with parts, devices, breaks, dropout and running statistics."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from building import info, model_of
+from onnx import TensorProto, helper, numpy_helper
+
+import transmuter
+from transmuter import train
+from transmuter.train import losses
+
+X = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
+LABELS = np.random.default_rng(1).integers(0, 3, 8)
+BATCH = {"x": X, "labels": LABELS}
+
+
+def classifier(middle: list | None = None, constants: tuple = ()) -> transmuter.Model:
+    """softmax of tanh(x @ w1 + b1) @ w2; `middle` are nodes that give `m` from `h`."""
+    random = np.random.default_rng(2)
+    weights = {"w1": random.normal(size=(6, 5)), "b1": random.normal(size=5), "w2": random.normal(size=(5, 3))}
+    tensors = [numpy_helper.from_array(a.astype(np.float32), n) for n, a in weights.items()]
+    nodes = [
+        helper.make_node("MatMul", ["x", "w1"], ["xw"]),
+        helper.make_node("Add", ["xw", "b1"], ["z"]),
+        helper.make_node("Tanh", ["z"], ["h"]),
+        *(middle or [helper.make_node("Identity", ["h"], ["m"])]),
+        helper.make_node("MatMul", ["m", "w2"], ["logits"]),
+    ]
+    proto = model_of(nodes, [info("x", ("n", 6))], [info("logits", ("n", 3))], [*tensors, *constants])
+    return transmuter.load(proto, trainable=True)
+
+
+def by_hand(model: transmuter.Model, optimizer: optax.GradientTransformation, steps: int) -> tuple[dict, list[float]]:
+    def loss(params):
+        h = jnp.tanh(X @ params["w1"] + params["b1"])
+        return optax.softmax_cross_entropy_with_integer_labels(h @ params["w2"], LABELS).mean()
+
+    params, found = model.params, []
+    state = optimizer.init(params)
+    for _ in range(steps):
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        found.append(float(value))
+    return params, found
+
+
+def trained(step: train.Step, steps: int, batch: dict = BATCH) -> tuple[train.TrainState, list[float]]:
+    state, found = step.init(), []
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        found.append(float(metrics["loss"]))
+    return state, found
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_steps_are_those_of_optax(accumulate):
+    model = classifier()
+    step = train.Step(model, losses.cross_entropy(), optax.adamw(1e-2), accumulate=accumulate)
+    state, found = trained(step, 5)
+    params, expected = by_hand(model, optax.adamw(1e-2), 5)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert int(state.step) == 5
+    for name, array in step.params(state).items():
+        np.testing.assert_allclose(array, params[name], rtol=1e-4, atol=1e-6)
+    assert step.params(state).keys() == model.params.keys()
+    assert not any(array.is_deleted() for array in model.params.values())  # the state has copies
+
+
+def test_frozen_params_stay():
+    model = classifier()
+    step = train.Step(model, losses.cross_entropy(), optax.sgd(0.1), trainable="w2")
+    state, _ = trained(step, 2)
+    assert list(state.params) == ["w2"]
+    after = step.params(state)
+    np.testing.assert_array_equal(after["w1"], model.params["w1"])
+    assert np.abs(after["w2"] - model.params["w2"]).max() > 1e-3
+
+
+def test_gradients_flow_through_a_break():
+    """The shape of a Reshape is computed from contents."""
+    middle = [
+        helper.make_node("ReduceSum", ["h"], ["total"], keepdims=0),
+        helper.make_node("Mul", ["total", "zero"], ["nothing"]),
+        helper.make_node("Cast", ["nothing"], ["none"], to=TensorProto.INT64),
+        helper.make_node("Add", ["none", "sizes"], ["shape"]),
+        helper.make_node("Reshape", ["h", "shape"], ["wide"]),
+        helper.make_node("Reshape", ["wide", "back"], ["m"]),
+    ]
+    arrays = {"sizes": np.array([4, 10]), "back": np.array([-1, 5]), "zero": np.float32(0)}
+    constants = tuple(numpy_helper.from_array(np.asarray(a), n) for n, a in arrays.items())
+    step = train.Step(classifier(middle, constants), losses.cross_entropy(), optax.adamw(1e-2), trainable=["w?", "b1"])
+    _, found = trained(step, 3)
+    assert len(transmuter.compile(step.model, {"x": X}).segments) == 2
+    np.testing.assert_allclose(found, by_hand(classifier(), optax.adamw(1e-2), 3)[1], rtol=1e-5)
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    model = classifier()
+    step = train.Step(model, losses.cross_entropy(), optax.adamw(1e-2))
+    state, _ = trained(step, 1)
+    before = jax.tree.map(np.asarray, state.params)
+    state, metrics = step(state, {"x": np.full_like(X, np.nan), "labels": LABELS})
+    assert not metrics["finite"]
+    assert int(state.step) == 2
+    jax.tree.map(np.testing.assert_array_equal, before, state.params)
+
+
+def test_large_gradients_are_scaled():
+    step = train.Step(classifier(), losses.cross_entropy(), optax.sgd(1.0), max_norm=1e-3)
+    start = jax.tree.map(np.asarray, step.init().params)
+    state, metrics = step(step.init(), BATCH)
+    assert metrics["grad_norm"] > 1e-2
+    moved = jax.tree.map(lambda a, b: np.asarray(a) - b, state.params, start)
+    np.testing.assert_allclose(optax.tree.norm(moved), 1e-3, rtol=1e-3)
+
+
+def test_several_devices_take_the_same_step():
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    flags["PYTHONPATH"] = str(Path(__file__).parents[1])
+    done = subprocess.run([sys.executable, __file__], env={**os.environ, **flags}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def check_several_devices() -> None:
+    step = train.Step(classifier(), losses.cross_entropy(), optax.adamw(1e-2), devices=jax.devices())
+    state, found = trained(step, 3)
+    np.testing.assert_allclose(found, by_hand(step.model, optax.adamw(1e-2), 3)[1], rtol=1e-5)
+    assert len(state.params["w1"].devices()) == 8
+    with pytest.raises(transmuter.InputError, match="4 rows, which do not divide into 8"):
+        step(state, {"x": X[:4], "labels": LABELS[:4]})
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({}, "batch is empty"),
+        ({"labels": LABELS}, "no 'x', which is an input"),
+        ({"x": X}, "no 'labels' for the loss"),
+        ({"x": X[:0], "labels": LABELS[:0]}, "has no rows"),
+        ({"x": X, "labels": LABELS[:, None]}, r"'labels' has the shape \[8, 1\]"),
+        ({"x": X, "labels": LABELS.astype(np.float32)}, "classes are integers"),
+    ],
+)
+def test_a_bad_batch_is_named(batch, message):
+    step = train.Step(classifier(), losses.cross_entropy(), optax.sgd(0.1))
+    with pytest.raises(transmuter.InputError, match=message):
+        step(step.init(), batch)
+
+
+def test_a_batch_that_does_not_divide_is_named():
+    step = train.Step(classifier(), losses.cross_entropy(), optax.sgd(0.1), accumulate=3)
+    with pytest.raises(transmuter.InputError, match="8 rows, which do not divide into 3"):
+        step(step.init(), BATCH)
+
+
+def test_a_loss_that_is_no_scalar_is_named():
+    step = train.Step(classifier(), lambda outputs, batch: outputs["logits"], optax.sgd(0.1))
+    with pytest.raises(transmuter.InputError, match=r"shape \[8, 3\], but a loss is a scalar"):
+        step(step.init(), BATCH)
+
+
+if __name__ == "__main__":
+    check_several_devices()

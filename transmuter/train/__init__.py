@@ -1,0 +1,7 @@
+"""Fine-tuning with optax: what training needs beyond `jax.value_and_grad` through a model."""
+
+from transmuter.train import losses
+from transmuter.train.regularization import with_batch_statistics, with_dropout
+from transmuter.train.step import Step, TrainState
+
+__all__ = ["Step", "TrainState", "losses", "with_batch_statistics", "with_dropout"]

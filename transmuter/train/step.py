@@ -1,0 +1,266 @@
+"""One step of training: the loss of a batch, its gradients, and what an optimizer makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from transmuter import segments
+from transmuter.errors import GraphBreakError, InputError
+from transmuter.model import Model
+from transmuter.partition import Choice, Partition
+from transmuter.train.losses import Loss
+
+Batch = Mapping[str, Any]
+"""Arrays by name: the model's inputs, and what the loss reads. The first dimension of each is that of the batch."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """All that a step changes: a pytree.
+
+    Attributes:
+        step: How many steps have been made, an int32 scalar.
+        params: The trained params by name, in the dtypes of the model.
+        statistics: Running statistics by name (`train.with_batch_statistics`).
+        optimizer: The optimizer's state.
+        key: The random key that dropout draws from, with the number of the step folded in.
+    """
+
+    step: jax.Array
+    params: dict[str, jax.Array]
+    statistics: dict[str, jax.Array]
+    optimizer: optax.OptState
+    key: jax.Array
+
+
+class Step:
+    """Makes steps of training: `state, metrics = step(state, batch)`, from `state = step.init()` on.
+
+    Where the graph has no breaks, a step is one jitted function, with the state's memory reused: use the state that it
+    returns, not the one that it was given. Where it has, its segments and the optimizer are jitted each for itself.
+
+    A step whose loss or gradients are not finite changes nothing but the count; its metric `finite` is 0.
+
+    Args:
+        model: From `transmuter.load(..., trainable=True)`, or a training form of it (`train.with_dropout`).
+        loss: A function of the model's outputs and the batch: a scalar, or a pair of it and a dict of metrics.
+        optimizer: An optax optimizer.
+        trainable: Which params are trained, as in `Model.trainable`; None is all but running statistics.
+        statistics: For each running statistic the name of the value that replaces it after a step.
+        max_norm: Gradients whose global norm is larger are scaled down to it; None leaves them.
+        accumulate: Splits each batch into so many parts, one after the other, and takes the mean of their gradients:
+            less memory for the same step, as far as the loss is a mean over rows.
+        devices: Devices that share each batch; the state is on all of them. None is the default device.
+
+    Raises:
+        InputError: No param is trained, or a name is unknown.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        loss: Loss,
+        optimizer: optax.GradientTransformation,
+        *,
+        trainable: Choice | None = None,
+        statistics: Mapping[str, str] | None = None,
+        max_norm: float | None = None,
+        accumulate: int = 1,
+        devices: Sequence[jax.Device] | None = None,
+    ):
+        self.model, self.loss, self.accumulate = model, loss, accumulate
+        self.statistics = dict(statistics or {})
+        chosen = model.trainable(trainable or (lambda name, shape: name not in self.statistics))
+        if both := chosen.trainable.keys() & self.statistics.keys():
+            raise InputError(f"{sorted(both)[0]!r} is a running statistic. Do not train it.")
+        self._partition = Partition(
+            chosen.trainable, {k: v for k, v in chosen.frozen.items() if k not in self.statistics}
+        )
+        clip = optax.identity() if max_norm is None else optax.clip_by_global_norm(max_norm)
+        self.optimizer = optax.chain(clip, optimizer)
+        mesh = None if devices is None else jax.sharding.Mesh(np.asarray(devices), ("batch",))
+        self._replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        self._split = None if mesh is None else NamedSharding(mesh, PartitionSpec("batch"))
+        self._frozen = self._placed({"params": self._partition.frozen, "buffers": model.buffers})
+        self._wanted = [*model.outputs, *self.statistics.values()]
+        self._whole = jax.jit(self._update, donate_argnums=0)
+        self._apply_gradients = jax.jit(self._updated, donate_argnums=0)
+        self._compiled: segments.CompiledModel | None = None
+        self._breaks: bool | None = None
+
+    def init(self, seed: int | jax.Array = 0) -> TrainState:
+        """The state before the first step, with copies of the model's params.
+
+        Args:
+            seed: An integer or a JAX random key, from which dropout draws.
+        """
+        key = jax.random.key(seed) if isinstance(seed, (int, np.integer)) else seed
+        params = {name: jnp.copy(array) for name, array in self._partition.trainable.items()}
+        statistics = {name: jnp.copy(self.model.weight(name)) for name in self.statistics}
+        state = TrainState(jnp.zeros((), jnp.int32), params, statistics, self.optimizer.init(params), jnp.copy(key))
+        return self._placed(state)
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Makes a step.
+
+        Returns:
+            The next state and metrics: `loss`, `grad_norm` (before clipping), `finite`, and those of the loss.
+
+        Raises:
+            InputError: The batch is empty, lacks an input or a label, or does not divide.
+        """
+        batch = self._checked(batch)
+        if self._breaks is None:
+            self._breaks = not self._is_one_piece(state, batch)
+        if not self._breaks:
+            return self._whole(state, self._frozen, batch)
+        return self._update_by_segments(state, batch)
+
+    def params(self, state: TrainState) -> dict[str, jax.Array]:
+        """All params of the model as a state has them: what `compiled(..., params=)` and `model.save` take."""
+        trained = {**state.params, **state.statistics}
+        return {name: trained.get(name, array) for name, array in self.model.params.items()}
+
+    # -- parts
+
+    def _placed(self, tree: Any) -> Any:
+        return tree if self._replicated is None else jax.device_put(tree, self._replicated)
+
+    def _checked(self, batch: Batch) -> dict[str, Any]:
+        if not batch:
+            raise InputError("The batch is empty. Give a dict with the model's inputs and what the loss reads.")
+        missing = [name for name in self.model.inputs if name not in batch]
+        if missing:
+            raise InputError(f"The batch has no {missing[0]!r}, which is an input of the model.")
+        parts = self.accumulate * (1 if self._split is None else len(self._split.mesh.devices))
+        for name, array in batch.items():
+            shape = np.shape(array)
+            if shape and not shape[0]:
+                raise InputError(f"The batch has no rows: {name!r} has the shape {list(shape)}.")
+            if shape and shape[0] % parts:
+                raise InputError(
+                    f"{name!r} has {shape[0]} rows, which do not divide into {parts} parts (accumulate times devices). "
+                    "Drop the last batch, or fill it up."
+                )
+        arrays = dict(batch)
+        if self._split is not None:
+            arrays = {
+                name: jax.device_put(x, self._split if np.ndim(x) else self._replicated) for name, x in arrays.items()
+            }
+        return arrays
+
+    def _is_one_piece(self, state: TrainState, batch: Batch) -> bool:
+        try:
+            jax.eval_shape(self._update, state, self._frozen, batch)
+        except GraphBreakError:
+            return False
+        return True
+
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
+        names = {**self.model.inputs, **self.model.overridable_inputs}
+        return {name: batch[name] for name in names if name in batch}
+
+    def _in_one_piece(self, params: Any, buffers: Any, batch: Batch, key: jax.Array) -> dict[str, Any]:
+        key = key if self.model.is_random else None
+        return self.model.apply(params, self._inputs(batch), buffers=buffers, key=key, outputs=self._wanted)
+
+    def _through_segments(self, params: Any, buffers: Any, batch: Batch, key: jax.Array) -> dict[str, Any]:
+        if self._compiled is None:
+            self._compiled = segments.compile(self.model, outputs=self._wanted)
+        key = key if self.model.is_random else None
+        return self._compiled(self._inputs(batch), params=params, buffers=buffers, key=key)
+
+    def _gradients(
+        self,
+        state: TrainState,
+        statistics: dict[str, jax.Array],
+        frozen: Any,
+        batch: Batch,
+        key: jax.Array,
+        forward: Callable[..., dict[str, Any]],
+    ) -> tuple[Any, dict[str, jax.Array]]:
+        """The loss, its metrics and the next statistics, and the gradients."""
+
+        def loss_of(params: dict[str, jax.Array], statistics: Any, part: Batch, key: jax.Array) -> Any:
+            outputs = forward({**frozen["params"], **statistics, **params}, frozen["buffers"], part, key)
+            moved = {name: jax.lax.stop_gradient(outputs.pop(value)) for name, value in self.statistics.items()}
+            found = self.loss(outputs, part)
+            loss, metrics = found if isinstance(found, tuple) else (found, {})
+            if np.shape(loss):
+                raise InputError(
+                    f"The loss has the shape {list(np.shape(loss))}, but a loss is a scalar. Take its mean."
+                )
+            return loss, (metrics, moved)
+
+        return jax.value_and_grad(loss_of, has_aux=True)(state.params, statistics, batch, key)
+
+    def _update(self, state: TrainState, frozen: Any, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        """A step as one function."""
+        key = jax.random.fold_in(state.key, state.step)
+
+        def of_part(statistics: Any, part: Batch, key: jax.Array) -> Any:
+            return self._gradients(state, statistics, frozen, part, key, self._in_one_piece)
+
+        if self.accumulate == 1:
+            (loss, (metrics, statistics)), grads = of_part(state.statistics, batch, key)
+            return self._updated(state, grads, loss, metrics, statistics)
+
+        def next_part(carry: Any, i: jax.Array) -> Any:
+            statistics, sums = carry
+            part = {name: _part(x, i, self.accumulate) for name, x in batch.items()}
+            (loss, (metrics, statistics)), grads = of_part(statistics, part, jax.random.fold_in(key, i))
+            return (statistics, jax.tree.map(jnp.add, sums, grads)), (loss, metrics)
+
+        nothing = jax.tree.map(jnp.zeros_like, state.params)
+        (statistics, sums), found = jax.lax.scan(
+            next_part, (state.statistics, nothing), jnp.arange(self.accumulate, dtype=jnp.int32)
+        )
+        loss, metrics = jax.tree.map(lambda each: jnp.mean(each, 0), found)
+        grads = jax.tree.map(lambda x: x / self.accumulate, sums)
+        return self._updated(state, grads, loss, metrics, statistics)
+
+    def _update_by_segments(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        """The same where the graph breaks."""
+        key, statistics, parts = jax.random.fold_in(state.key, state.step), state.statistics, []
+        for i in range(self.accumulate):
+            part = {name: _part(x, i, self.accumulate) for name, x in batch.items()}
+            inner = key if self.accumulate == 1 else jax.random.fold_in(key, i)
+            (loss, (metrics, statistics)), grads = self._gradients(
+                state, statistics, self._frozen, part, inner, self._through_segments
+            )
+            parts.append((grads, loss, metrics))
+        grads, loss, metrics = jax.tree.map(lambda *each: sum(each) / len(each), *parts)
+        return self._apply_gradients(state, grads, loss, metrics, statistics)
+
+    def _updated(
+        self, state: TrainState, grads: Any, loss: jax.Array, metrics: dict[str, jax.Array], statistics: Any
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
+        new = replace(
+            state, params=optax.apply_updates(state.params, updates), statistics=statistics, optimizer=optimizer
+        )
+        new, old = replace(new, key=None), replace(state, key=None)
+        kept = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, old)
+        kept = replace(kept, step=state.step + 1, key=state.key)
+        return kept, {"loss": loss, "grad_norm": norm, "finite": finite, **metrics}
+
+
+def _part(array: Any, i: int | jax.Array, parts: int) -> Any:
+    """The i-th part of an array's rows; what has no rows is in every part."""
+    if not np.ndim(array):
+        return array
+    rows = array.shape[0] // parts
+    if isinstance(i, jax.Array):
+        return jax.lax.dynamic_slice_in_dim(array, i * rows, rows)
+    return array[i * rows : (i + 1) * rows]
