@@ -21,6 +21,7 @@ from jax import lax
 
 from transmuter.lowering.arrays import Array, cast, dims, is_string
 from transmuter.lowering.linear import accumulator, activated, in_int8, integer_matmul, matmul
+from transmuter.lowering.platform import on_cpu
 from transmuter.lowering.registry import operator
 from transmuter.lowering.windows import Window, between, window
 
@@ -37,7 +38,7 @@ def convolve(x: Array, w: Array, by: Window, group: int = 1, *, channels_last: b
     """
     *spatial, channels = x.shape[1:] if channels_last else (*x.shape[2:], x.shape[1])
     _check_fit(spatial, channels, w, by, group)
-    if jax.default_backend() != "cpu":
+    if not on_cpu():
         return _in_one_piece(x, w, by, group, channels_last)
     y = _on_cpu(x if channels_last else jnp.moveaxis(x, 1, -1), w, by, group)
     y = cast(y, x.dtype)

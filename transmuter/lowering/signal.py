@@ -8,12 +8,13 @@ import numpy as np
 from jax import lax
 
 from transmuter.lowering.arrays import Array, cast, dtype
+from transmuter.lowering.platform import has_float64
 from transmuter.lowering.registry import operator
 
 
 def _real(samples: Array) -> Array:
     """Real samples as they are transformed: in float64 where there is one, for float32 leaves 1e-7 in a bin of zero."""
-    return cast(samples, np.float32 if jax.default_backend() == "tpu" else np.float64)
+    return cast(samples, np.float64 if has_float64() else np.float32)
 
 
 def _complex(pairs: Array) -> jax.Array:

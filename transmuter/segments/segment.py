@@ -28,6 +28,7 @@ from transmuter.lowering.evaluation import (
     operator_name,
 )
 from transmuter.lowering.padding import Padded
+from transmuter.lowering.platform import compiler_options
 from transmuter.lowering.reasons import break_reason, length_reason
 from transmuter.model import Model
 from transmuter.segments import preparation
@@ -276,14 +277,13 @@ class Segment:
                 return self._executables[own_params]
             flat = rewritten(self._flat, self._names, _RULES) if own_params else self._flat
             cut = preparation.split(flat, self._names, self._inputs, prepare=own_params)
-            rounds = any(getattr(aval, "dtype", None) in HALVES for aval in self._flat.avals)
-            rounding = (
-                jax.jit(cut.function(), compiler_options={"xla_allow_excess_precision": False}) if rounds else None
-            )
+            options: dict[str, Any] = dict(compiler_options(op.equation for op in cut.operations))
+            if any(getattr(aval, "dtype", None) in HALVES for aval in self._flat.avals):
+                options["xla_allow_excess_precision"] = False
+            function = jax.jit(cut.function())
+            main = jax.jit(cut.function(), compiler_options=options) if options else function
             names = ["" if own_params or w.operations else w.sources[0][1] for w in cut.weights]
-            self._executables[own_params] = Executable(
-                cut.weights, names, flat.constants, jax.jit(cut.function()), rounding
-            )
+            self._executables[own_params] = Executable(cut.weights, names, flat.constants, function, main)
             return self._executables[own_params]
 
     @property
@@ -339,20 +339,16 @@ class Executable:
     constants: Mapping[preparation.Ref, Any]
     """Known arrays that tracing captured: weights start from them too."""
     function: Callable[[list[Any], list[Any]], list[Any]]
-    rounding: Callable[[list[Any], list[Any]], list[Any]] | None
-    """The same where it computes in half precision, with every step rounded, as eagerly; XLA leaves roundings out if it
-    may. JAX takes such an option at top level only: not under `grad`."""
+    """What runs under a JAX transform, which takes no compiler options."""
+    main: Callable[[list[Any], list[Any]], list[Any]]
+    """What runs otherwise: compiled for the platform, and in half precision with every step rounded, as eagerly; XLA
+    leaves roundings out if it may."""
     values: list[Any] | None = None
     """The prepared weights' values, once they are computed; None for those that each call gives."""
     is_compiled: bool = False
     """Whether XLA has compiled it; what JAX makes of it for a gradient is not meant."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Held while it compiles."""
-
-    @property
-    def main(self) -> Callable[[list[Any], list[Any]], list[Any]]:
-        """What a call without gradients runs."""
-        return self.function if self.rounding is None else self.rounding
 
 
 def _forget_frames(needed: Break | None) -> None:

@@ -1,0 +1,52 @@
+"""How XLA is to compile, by what there is to compute."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from transmuter.lowering import platform
+
+
+def options(function, *shapes: tuple[int, ...]) -> dict:
+    avals = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    return dict(platform.compiler_options(jax.make_jaxpr(function)(*avals).eqns))
+
+
+def convolution(x, w):
+    return lax.conv(x, w, (1, 1), "SAME")
+
+
+def repeated(x, w):
+    return lax.scan(lambda carry, _: (jnp.tanh(carry @ w), None), x, None, length=3)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "by_eigen"),
+    [
+        (jnp.matmul, [(128, 64), (64, 64)], True),
+        (jnp.matmul, [(8, 64), (64, 64)], False),
+        (jnp.matmul, [(12, 8, 32), (12, 32, 8)], False),
+        (repeated, [(1, 64), (64, 64)], True),
+        (repeated, [(8, 64), (64, 64)], False),
+        (convolution, [(1, 3, 8, 8), (4, 3, 3, 3)], True),
+        (lambda x, w, a: (convolution(x, w), a @ a), [(1, 3, 8, 8), (4, 3, 3, 3), (4, 4)], True),
+        (jnp.tanh, [(8, 64)], False),
+    ],
+)
+def test_products_of_many_rows_are_eigens(function, shapes, by_eigen, monkeypatch):
+    assert bool(options(function, *shapes)) == by_eigen
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert options(function, *shapes) == {}
+
+
+def test_options_that_xla_does_not_know_are_not_asked_for(monkeypatch):
+    monkeypatch.setattr(platform, "_EIGEN", {"xla_cpu_no_such_option": "1"})
+    platform._are_known.cache_clear()
+    try:
+        assert options(jnp.matmul, (128, 64), (64, 64)) == {}
+    finally:
+        platform._are_known.cache_clear()

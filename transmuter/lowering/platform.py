@@ -1,0 +1,75 @@
+"""What is chosen by the platform that computes: which form of an operation is fast there, how XLA is to compile it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+
+_FEW_ROWS = range(2, 32)
+"""For matrices of so many rows, YNNPACK's products are faster than Eigen's."""
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+_EIGEN: Mapping[str, str] = MappingProxyType({"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"})
+"""Leaves reductions to YNNPACK, but matrix products and convolutions to Eigen."""
+
+
+def on_cpu() -> bool:
+    """Whether XLA compiles for the CPU."""
+    return jax.default_backend() == "cpu"
+
+
+def has_float64() -> bool:
+    """Whether the platform computes in float64."""
+    return jax.default_backend() != "tpu"
+
+
+def compiler_options(equations: Iterable[jex.JaxprEqn]) -> Mapping[str, str]:
+    """The options with which XLA compiles these operations best.
+
+    On the CPU it leaves matrix products and convolutions to YNNPACK, which packs weights anew in every call. With Eigen
+    ResNet-50 takes 0.8 and ViT-S 0.9 of the time, but MiniLM for 8 tokens 1.2.
+    """
+    if not on_cpu():
+        return _NOTHING
+    work = {True: 0, False: 0}
+    for rows, multiplications in map(_product, _products(equations)):
+        work[rows in _FEW_ROWS] += multiplications
+    return _EIGEN if work[False] > work[True] and _are_known() else _NOTHING
+
+
+@functools.cache
+def _are_known() -> bool:
+    """Whether this version of XLA has the options."""
+    try:
+        jax.jit(lambda x: x, compiler_options=dict(_EIGEN)).lower(np.float32(0)).compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+def _products(equations: Iterable[jex.JaxprEqn]) -> Iterator[jex.JaxprEqn]:
+    """The matrix products and convolutions among operations and the bodies of those."""
+    for equation in equations:
+        if equation.primitive.name in ("dot_general", "conv_general_dilated"):
+            yield equation
+        for body in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(body, "eqns"):
+                yield from _products(body.eqns)
+
+
+def _product(equation: jex.JaxprEqn) -> tuple[int, int]:
+    """How many rows a product's result has, in each matrix of a stack, and how many multiplications it takes."""
+    left, right = (v.aval.shape for v in equation.invars)
+    result = equation.outvars[0].aval.shape
+    if equation.primitive.name == "conv_general_dilated":
+        numbers = equation.params["dimension_numbers"]
+        outputs = right[numbers.rhs_spec[0]]
+        return math.prod(result) // max(outputs, 1), math.prod(result) * math.prod(right) // max(outputs, 1)
+    (contracted, _), (batch, _) = equation.params["dimension_numbers"]
+    rows = math.prod(n for i, n in enumerate(left) if i not in (*contracted, *batch))
+    return rows, math.prod(result) * math.prod(left[i] for i in contracted)
