@@ -58,19 +58,21 @@ def windows(draw: st.DrawFn) -> tuple[tuple[int, ...], dict]:
 
 
 BATCHES = st.sampled_from([2, 1, 0])
+CHANNELS = st.sampled_from([3, 3, pooling._MANY_CHANNELS])
 
 
 @settings(max_examples=15, deadline=None)
 @given(
     window=windows(),
     batch=BATCHES,
+    channels=CHANNELS,
     order=st.integers(0, 1),
     kind=st.sampled_from([np.float32, np.float64, np.int8, np.uint8]),
     opset=st.sampled_from([12, 22]),
 )
-def test_max_pool_is_that_of_onnxruntime(window, batch, order, kind, opset):
+def test_max_pool_is_that_of_onnxruntime(window, batch, channels, order, kind, opset):
     spatial, attributes = window
-    x = RANDOM.integers(0, 9, (batch, 3, *spatial)).astype(kind)  # with ties
+    x = RANDOM.integers(0, 9, (batch, channels, *spatial)).astype(kind)  # with ties
     types = [helper.np_dtype_to_tensor_dtype(x.dtype), 7]
     attributes["storage_order"] = order
     expected = ort_node("MaxPool", [x], attributes, outputs=2, output_types=types, opset=opset)
@@ -84,15 +86,16 @@ def test_max_pool_is_that_of_onnxruntime(window, batch, order, kind, opset):
 @given(
     window=windows(),
     batch=BATCHES,
+    channels=CHANNELS,
     op=st.sampled_from(["AveragePool", "LpPool"]),
     include=st.integers(0, 1),
     p=st.integers(1, 4),
     opset=st.sampled_from([19, 21, 22]),
 )
-def test_sums_over_windows_are_those_of_onnxruntime(window, batch, op, include, p, opset):
+def test_sums_over_windows_are_those_of_onnxruntime(window, batch, channels, op, include, p, opset):
     spatial, attributes = window
     extra = {"count_include_pad": include} if op == "AveragePool" else {"p": p}
-    assert_as_onnxruntime(op, [draw(batch, 3, *spatial)], {**attributes, **extra}, opset=opset)
+    assert_as_onnxruntime(op, [draw(batch, channels, *spatial)], {**attributes, **extra}, opset=opset)
 
 
 @settings(max_examples=10, deadline=None)
@@ -146,8 +149,10 @@ def test_a_window_that_does_not_fit():
             run_node(op, [draw(1, 1, 3)], {"kernel_shape": [5]}, opset=22)
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize(("size", "dilation"), [(3, 2), (11, 1)])
-def test_windows_have_gradients_and_a_symbolic_batch(size, dilation):
+def test_windows_have_gradients_and_a_symbolic_batch(size, dilation, channels_last, monkeypatch):
+    monkeypatch.setattr(pooling, "_MANY_CHANNELS", 1 if channels_last else 99)
     x = np.random.default_rng(1).permutation(2 * 2 * 25 * 4).reshape(2, 2, 25, 4).astype(np.float32) / 100
     kernel = {**NOTHING, "kernel_shape": (size, 2), "strides": (2, 1), "dilations": (dilation, 1), "pads": (1, 0, 1, 1)}
     lowerings = [
