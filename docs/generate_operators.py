@@ -146,7 +146,7 @@ def complaints() -> list[str]:
 def _by_operator() -> dict[Operator, list[Lowering]]:
     found = defaultdict(list)
     for lowering in registered():
-        if lowering.function.__module__.startswith("transmuter."):
+        if lowering.function.__module__.startswith("transmuter.lowering."):
             found[lowering.domain, lowering.name].append(lowering)
     return dict(found)
 

@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
@@ -63,10 +63,11 @@ def _chosen(choice: Choice, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> set[s
     if callable(choice):
         return {name for name, shape in shapes.items() if choice(name, shape)}
     patterns = [choice] if isinstance(choice, (str, re.Pattern)) else list(choice)
-    return {name for name in shapes if any(_matches(pattern, name) for pattern in patterns)}
+    return {name for name in shapes if any(matches(pattern, name) for pattern in patterns)}
 
 
-def _matches(pattern: Any, name: str) -> bool:
+def matches(pattern: str | re.Pattern[str], name: str) -> bool:
+    """Whether a name is the one given, or fits an `fnmatch` pattern or a regular expression."""
     if isinstance(pattern, re.Pattern):
         return pattern.search(name) is not None
     return name == pattern or fnmatch.fnmatchcase(name, pattern)

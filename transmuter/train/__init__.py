@@ -1,7 +1,8 @@
 """Fine-tuning with optax: what training needs beyond `jax.value_and_grad` through a model."""
 
-from transmuter.train import losses
+from transmuter.train import lora, losses
+from transmuter.train.lora import with_lora
 from transmuter.train.regularization import with_batch_statistics, with_dropout
 from transmuter.train.step import Step, TrainState
 
-__all__ = ["Step", "TrainState", "losses", "with_batch_statistics", "with_dropout"]
+__all__ = ["Step", "TrainState", "lora", "losses", "with_batch_statistics", "with_dropout", "with_lora"]
