@@ -19,7 +19,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import onnx
@@ -43,23 +43,38 @@ class Lowering:
     exact_dtypes: bool = False
     differentiable: bool = True
     bounds: tuple[str, ...] = ()
-    operands: tuple[str, ...] = field(init=False)
-    variadic: bool = field(init=False)
-    attributes: dict[str, Any] = field(init=False, compare=False)
-    fills: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        parameters = inspect.signature(self.function).parameters.values()
-        positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-        rest = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
-        object.__setattr__(self, "operands", tuple(positional + rest))
-        object.__setattr__(self, "variadic", bool(rest))
-        object.__setattr__(self, "fills", frozenset(keywords) & frozenset(_FILLED))
-        object.__setattr__(self, "attributes", {k: v for k, v in keywords.items() if k not in _FILLED})
-        unknown = {*self.known, *self.reads, *self.bounds} - set(self.operands)
-        if unknown:
+        named = {*self.known, *self.reads, *self.bounds}
+        if named and (unknown := named - set(self.operands)):
             raise TypeError(f"{self.name} has no operands {sorted(unknown)}")
+
+    @functools.cached_property
+    def _parameters(self) -> tuple[inspect.Parameter, ...]:
+        """Of the function; looked at when first asked for, since a model has few of the registered operators."""
+        return tuple(inspect.signature(self.function).parameters.values())
+
+    @functools.cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the operands; the last one may be variadic."""
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        positional = [p.name for p in self._parameters if p.kind in kinds]
+        return (*positional, *(p.name for p in self._parameters if p.kind is p.VAR_POSITIONAL))
+
+    @functools.cached_property
+    def variadic(self) -> bool:
+        """Whether the last operand stands for any number of them."""
+        return any(p.kind is p.VAR_POSITIONAL for p in self._parameters)
+
+    @functools.cached_property
+    def fills(self) -> frozenset[str]:
+        """The keyword-only parameters that are no attributes."""
+        return frozenset(p.name for p in self._parameters if p.kind is p.KEYWORD_ONLY and p.name in _FILLED)
+
+    @functools.cached_property
+    def attributes(self) -> dict[str, Any]:
+        """The attributes, with the defaults that the function's signature gives them."""
+        return {p.name: p.default for p in self._parameters if p.kind is p.KEYWORD_ONLY and p.name not in _FILLED}
 
     def operand(self, position: int) -> str:
         """The name of the operand at `position`; the last one's for those that a variadic operand takes."""
