@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         LoweringError,
         ModelError,
         RecompileWarning,
+        TrainingError,
         TransmuterError,
         UnsupportedOperatorError,
     )
@@ -49,6 +50,7 @@ __all__ = [
     "ModelError",
     "RecompileWarning",
     "TensorSpec",
+    "TrainingError",
     "TransmuterError",
     "UnsupportedOperatorError",
     "compile",

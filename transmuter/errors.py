@@ -6,6 +6,7 @@ Each message has one sentence that says what is wrong and one that says what to 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class TransmuterError(Exception):
@@ -73,6 +74,17 @@ class ExecutionError(TransmuterError, RuntimeError):
     def __init__(self, message: str, *, segment: str = "", nodes: Sequence[str] = ()):
         super().__init__(message)
         self.segment, self.nodes = segment, tuple(nodes)
+
+
+class TrainingError(TransmuterError):
+    """Training cannot go on: a loss or gradient is not finite, or the loss does not depend on what is trained.
+
+    Attributes: `state` (the last good `train.TrainState`), `params` (all params of the model as that has them).
+    """
+
+    def __init__(self, message: str, *, state: Any = None, params: Mapping[str, Any] | None = None):
+        super().__init__(message)
+        self.state, self.params = state, params
 
 
 class RecompileWarning(UserWarning):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,7 +48,7 @@ class Step:
     Where the graph has no breaks, a step is one jitted function, with the state's memory reused: use the state that it
     returns, not the one that it was given. Where it has, its segments and the optimizer are jitted each for itself.
 
-    A step whose loss or gradients are not finite changes nothing but the count; its metric `finite` is 0.
+    A step whose loss or gradients are not finite changes nothing; its metric `finite` is 0.
 
     Args:
         model: From `transmuter.load(..., trainable=True)`, or a training form of it (`train.with_dropout`).
@@ -165,19 +165,15 @@ class Step:
             return False
         return True
 
-    def _inputs(self, batch: Batch) -> dict[str, Any]:
-        names = {**self.model.inputs, **self.model.overridable_inputs}
-        return {name: batch[name] for name in names if name in batch}
-
     def _in_one_piece(self, params: Any, buffers: Any, batch: Batch, key: jax.Array) -> dict[str, Any]:
         key = key if self.model.is_random else None
-        return self.model.apply(params, self._inputs(batch), buffers=buffers, key=key, outputs=self._wanted)
+        return self.model.apply(params, inputs_of(self.model, batch), buffers=buffers, key=key, outputs=self._wanted)
 
     def _through_segments(self, params: Any, buffers: Any, batch: Batch, key: jax.Array) -> dict[str, Any]:
         if self._compiled is None:
             self._compiled = segments.compile(self.model, outputs=self._wanted)
         key = key if self.model.is_random else None
-        return self._compiled(self._inputs(batch), params=params, buffers=buffers, key=key)
+        return self._compiled(inputs_of(self.model, batch), params=params, buffers=buffers, key=key)
 
     def _gradients(
         self,
@@ -247,13 +243,61 @@ class Step:
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
-        new = replace(
-            state, params=optax.apply_updates(state.params, updates), statistics=statistics, optimizer=optimizer
-        )
-        new, old = replace(new, key=None), replace(state, key=None)
+        params = optax.apply_updates(state.params, updates)
+        new = replace(state, step=state.step + 1, params=params, statistics=statistics, optimizer=optimizer, key=None)
+        old = replace(state, key=None)
         kept = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, old)
-        kept = replace(kept, step=state.step + 1, key=state.key)
+        kept = replace(kept, key=state.key)
         return kept, {"loss": loss, "grad_norm": norm, "finite": finite, **metrics}
+
+
+class Evaluator:
+    """The mean loss and metrics of a model over batches, weighted by rows.
+
+    Args:
+        model: From `transmuter.load`, as it is when it serves: without dropout, with running statistics.
+        loss: As for `Step`.
+    """
+
+    def __init__(self, model: Model, loss: Loss):
+        self.model, self.loss = model, loss
+        self._compiled = segments.compile(model)
+        self._of_outputs = jax.jit(self._metrics)
+
+    def __call__(self, params: Mapping[str, Any], batches: Iterable[Batch]) -> dict[str, float]:
+        """Evaluates.
+
+        Args:
+            params: All params of the model.
+            batches: Dicts of the model's inputs and of what the loss reads.
+
+        Returns:
+            `loss`, and the metrics of the loss.
+
+        Raises:
+            InputError: There are no batches, or one does not fit.
+        """
+        sums, rows = {}, 0
+        for batch in batches:
+            outputs = self._compiled(inputs_of(self.model, batch), params=params)
+            found = self._of_outputs(outputs, {name: x for name, x in batch.items() if name not in self.model.inputs})
+            count = max((np.shape(x)[0] for x in batch.values() if np.ndim(x)), default=1)
+            rows += count
+            sums = {name: sums.get(name, 0.0) + count * float(x) for name, x in found.items()}
+        if not rows:
+            raise InputError("There are no batches to evaluate on.")
+        return {name: total / rows for name, total in sums.items()}
+
+    def _metrics(self, outputs: Mapping[str, jax.Array], batch: Batch) -> dict[str, jax.Array]:
+        found = self.loss(outputs, batch)
+        loss, metrics = found if isinstance(found, tuple) else (found, {})
+        return {"loss": loss, **metrics}
+
+
+def inputs_of(model: Model, batch: Batch) -> dict[str, Any]:
+    """Those entries of a batch that are inputs of the model."""
+    names = {**model.inputs, **model.overridable_inputs}
+    return {name: batch[name] for name in names if name in batch}
 
 
 def _part(array: Any, i: int | jax.Array, parts: int) -> Any:
