@@ -122,7 +122,8 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 def test_a_loss_that_is_no_number_stops_it_with_the_last_good_state(tmp_path):
     good = batches(0)
     spoilt = [*good[:3], {**good[3], "x": np.full_like(good[3]["x"], np.inf)}, good[4]]
-    with pytest.raises(transmuter.TrainingError, match=r"loss of step 3 is nan.*batch 3 of epoch 0.*The state before") as raised:
+    message = r"loss of step 3 is nan.*batch 3 of epoch 0.*The state before"
+    with pytest.raises(transmuter.TrainingError, match=message) as raised:
         train.fit(model(), LOSS, spoilt, OPTIMIZER, checkpoints=tmp_path)
     expected = train.fit(model(), LOSS, good, OPTIMIZER, steps=3)
     jax.tree.map(np.testing.assert_array_equal, raised.value.params, expected.params)
