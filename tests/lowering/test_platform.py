@@ -43,6 +43,14 @@ def test_products_of_many_rows_are_eigens(function, shapes, by_eigen, monkeypatc
     assert options(function, *shapes) == {}
 
 
+def test_products_of_integers_are_ynnpacks():
+    def product(x, w, a, b):
+        return lax.dot(x, w, preferred_element_type=np.int32), a @ b
+
+    avals = [jax.ShapeDtypeStruct((128, 128), kind) for kind in (np.int8, np.int8, np.float32, np.float32)]
+    assert not platform.compiler_options(jax.make_jaxpr(product)(*avals).eqns)
+
+
 def test_options_that_xla_does_not_know_are_not_asked_for(monkeypatch):
     monkeypatch.setattr(platform, "_EIGEN", {"xla_cpu_no_such_option": "1"})
     platform._are_known.cache_clear()
