@@ -3,6 +3,7 @@ is left of a step, which needs the step before, is scanned."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -18,9 +19,23 @@ from transmuter.lowering.control_flow import varying, varying_axes
 from transmuter.lowering.linear import accumulator
 from transmuter.lowering.registry import operator
 
+_SHORT = 4
+"""Steps up to which a layer is unrolled: without a loop, it does not compute the gates of the step after the last."""
+
 Function: TypeAlias = Callable[[jax.Array], jax.Array]
-Step: TypeAlias = Callable[[jax.Array, Sequence[jax.Array]], Sequence[jax.Array]]
-"""One step: the inputs' share of the gates, and the states (the hidden one first), to the new states."""
+States: TypeAlias = Sequence[jax.Array]
+"""The hidden state first."""
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """One direction of a layer."""
+
+    gates: Callable[[jax.Array, States], Any]
+    """What there is of a step's gates before it: the inputs' share, and what follows from the states."""
+    step: Callable[[Any, States], States]
+    """The new states, of the gates and the old ones."""
+
 
 _ACTIVATIONS: dict[str, tuple[Callable[..., jax.Array], tuple[float | None, ...]]] = {
     "affine": (lambda x, alpha, beta: alpha * x + beta, (1.0, 0.0)),
@@ -88,16 +103,16 @@ class _Layer:
         states: Sequence[jax.Array | None],
         weights: Sequence[jax.Array | None],
         project: Callable[[jax.Array, int], jax.Array],
-        step: Callable[[int], Step],
+        cell: Callable[[int], _Cell],
     ) -> tuple[jax.Array, ...]:
         """Y and the final states, in X's dtype.
 
         Args:
             lengths: Those of the sequences; None if all are as long as X.
             states: The initial ones; an absent one is zero.
-            weights: What `project` and `step` read.
+            weights: What `project` and `cell` read.
             project: The inputs' share of the gates of a direction.
-            step: The step of a direction.
+            cell: The rest of a direction.
         """
         (x,) = _wide(X)
         length, batch = X.shape[1::-1] if self.layout else X.shape[:2]
@@ -110,8 +125,9 @@ class _Layer:
         x = jnp.swapaxes(x, 0, 1) if self.layout else x
         runs = [
             _scan(
-                step(d),
-                project(x, d),
+                cell(d),
+                x,
+                functools.partial(project, d=d),
                 [varying(s[d], axes) for s in initial],
                 going,
                 backwards=d == 1 or self.direction == "reverse",
@@ -124,20 +140,37 @@ class _Layer:
 
 
 def _scan(
-    step: Step, gates: jax.Array, states: Sequence[jax.Array], going: jax.Array | None, backwards: bool
-) -> tuple[Sequence[jax.Array], jax.Array]:
+    cell: _Cell,
+    x: jax.Array,
+    project: Function,
+    states: States,
+    going: jax.Array | None,
+    backwards: bool,
+) -> tuple[States, jax.Array]:
     """The final states, and the hidden state of each time step. Past the end of its sequence (where not `going`) a
-    state stays as it is; so a backward scan begins at the end. An empty sequence's states end as zeros."""
+    state stays as it is; so a backward scan begins at the end. An empty sequence's states end as zeros.
 
-    def masked(states: Sequence[jax.Array], now: Any) -> tuple[Sequence[jax.Array], jax.Array]:
-        gates, going = now
-        new = step(gates, states)
-        if going is None:
-            return new, new[0]
-        kept = [jnp.where(going, n, o) for n, o in zip(new, states, strict=True)]
-        return kept, jnp.where(going, new[0], jnp.zeros_like(new[0]))
+    Each step ends with the gates of the next one. If it began with them, XLA would read the inputs' share in the loops
+    over the elements of the new states, and not vectorize these: on a CPU a step of 256 hidden elements takes 20
+    instead of 24 us so, and 59 instead of 106 for a batch of 8.
+    """
+    length = x.shape[0]
+    if length == 0:
+        return states, jnp.zeros((0, *states[0].shape), states[0].dtype)
+    shares = project(jnp.roll(x, 1 if backwards else -1, axis=0))
+    first = cell.gates(shares[0 if backwards else -1], states)
 
-    ends, y = lax.scan(masked, states, (gates, going), reverse=backwards)
+    def step(carried: tuple[Any, States], now: Any) -> tuple[tuple[Any, States], jax.Array]:
+        (gates, states), (share, going) = carried, now
+        new = cell.step(gates, states)
+        y = new[0]
+        if going is not None:
+            new = [jnp.where(going, n, o) for n, o in zip(new, states, strict=True)]
+            y = jnp.where(going, y, jnp.zeros_like(y))
+        return (cell.gates(share, new), new), y
+
+    unroll = length if isinstance(length, int) and length <= _SHORT else 1
+    (_, ends), y = lax.scan(step, (first, states), (shares, going), reverse=backwards, unroll=unroll)
     if going is not None:
         ends = [jnp.where(going[:1].any(0), end, jnp.zeros_like(end)) for end in ends]
     return ends, y
@@ -191,11 +224,14 @@ def _rnn(layer: _Layer, X: Any, W: Any, R: Any, B: Any, lengths: Any, h: Any) ->
     W, R, B = _wide(W, R, B)
     biases, functions = _biases(B, R).sum(1), layer.functions(["Tanh"])
 
-    def step(d: int) -> Step:
+    def cell(d: int) -> _Cell:
         (f,), recurrence = functions[d], R[d].T
-        return lambda gates, states: [f(layer.clipped(gates + _product(states[0], recurrence)))]
+        return _Cell(
+            lambda share, states: share + _product(states[0], recurrence),
+            lambda gates, states: [f(layer.clipped(gates))],
+        )
 
-    return layer.run(X, R.shape[-1], lengths, [h], [W, R, B], lambda x, d: _product(x, W[d].T) + biases[d], step)
+    return layer.run(X, R.shape[-1], lengths, [h], [W, R, B], lambda x, d: _product(x, W[d].T) + biases[d], cell)
 
 
 @operator()
@@ -229,29 +265,28 @@ def _gru(layer: _Layer, X: Any, W: Any, R: Any, B: Any, lengths: Any, h: Any) ->
     is_candidate = (jnp.arange(3 * hidden) >= 2 * hidden) & bool(layer.variant)
     at_input, at_state = at_input + jnp.where(is_candidate, 0, at_state), at_state[:, 2 * hidden :]
 
-    def step(d: int) -> Step:
+    def cell(d: int) -> _Cell:
         (f, g), recurrence = functions[d], R[d].T
         to_gates, to_candidate = recurrence[:, : 2 * hidden], recurrence[:, 2 * hidden :]
 
-        def before_reset(gates: jax.Array, states: Sequence[jax.Array]) -> Sequence[jax.Array]:
-            update, reset, candidate = jnp.split(gates, 3, -1)
-            more_update, more_reset, more_candidate = jnp.split(_product(states[0], recurrence), 3, -1)
-            reset = f(layer.clipped(reset + more_reset))
-            return mixed(update + more_update, candidate + reset * (more_candidate + at_state[d]), states[0])
+        def gates(share: jax.Array, states: States) -> Any:
+            """Those of update and reset, the inputs' share of the candidate, and the product that it awaits."""
+            product = _product(states[0], recurrence if layer.variant else to_gates)
+            added = jnp.pad(product[:, : 2 * hidden], ((0, 0), (0, hidden)))
+            return share + added, product[:, 2 * hidden :]
 
-        def after_reset(gates: jax.Array, states: Sequence[jax.Array]) -> Sequence[jax.Array]:
-            update, reset, candidate = jnp.split(gates, 3, -1)
-            more_update, more_reset = jnp.split(_product(states[0], to_gates), 2, -1)
-            reset = f(layer.clipped(reset + more_reset))
-            return mixed(update + more_update, candidate + _product(reset * states[0], to_candidate), states[0])
+        def step(gates: Any, states: States) -> States:
+            (update, reset, candidate), product = jnp.split(gates[0], 3, -1), gates[1]
+            update, reset = f(layer.clipped(update)), f(layer.clipped(reset))
+            if layer.variant:
+                candidate = candidate + reset * (product + at_state[d])
+            else:
+                candidate = candidate + _product(reset * states[0], to_candidate)
+            return [(1 - update) * g(layer.clipped(candidate)) + update * states[0]]
 
-        def mixed(update: jax.Array, candidate: jax.Array, h: jax.Array) -> Sequence[jax.Array]:
-            update = f(layer.clipped(update))
-            return [(1 - update) * g(layer.clipped(candidate)) + update * h]
+        return _Cell(gates, step)
 
-        return before_reset if layer.variant else after_reset
-
-    return layer.run(X, hidden, lengths, [h], [W, R, B], lambda x, d: _product(x, W[d].T) + at_input[d], step)
+    return layer.run(X, hidden, lengths, [h], [W, R, B], lambda x, d: _product(x, W[d].T) + at_input[d], cell)
 
 
 @operator()
@@ -288,28 +323,28 @@ def _lstm(layer: _Layer, X: Any, W: Any, R: Any, B: Any, lengths: Any, h: Any, c
         weight = R[d].T
         return lambda h: _product(h, weight)
 
-    step = _lstm_step(layer, recurrence, P)
-    return layer.run(X, R.shape[-1], lengths, [h, c], [W, R, B, P], lambda x, d: _product(x, W[d].T) + biases[d], step)
+    cell = _lstm_cell(layer, recurrence, P)
+    return layer.run(X, R.shape[-1], lengths, [h, c], [W, R, B, P], lambda x, d: _product(x, W[d].T) + biases[d], cell)
 
 
-def _lstm_step(layer: _Layer, recurrence: Callable[[int], Function], P: jax.Array | None) -> Callable[[int], Step]:
-    """The step of an LSTM, where `recurrence` gives a direction's product with the hidden state. As in ONNX Runtime the
-    cell state is not clipped before its own activation."""
+def _lstm_cell(layer: _Layer, recurrence: Callable[[int], Function], P: jax.Array | None) -> Callable[[int], _Cell]:
+    """An LSTM, where `recurrence` gives a direction's product with the hidden state. As in ONNX Runtime the cell state
+    is not clipped before its own activation."""
     clipped, functions = layer.clipped, layer.functions(["Sigmoid", "Tanh", "Tanh"])
 
-    def of(d: int) -> Step:
+    def of(d: int) -> _Cell:
         (f, g, squash), product = functions[d], recurrence(d)
         peek_i, peek_o, peek_f = (0.0, 0.0, 0.0) if P is None else jnp.split(P[d], 3)
 
-        def step(gates: jax.Array, states: Sequence[jax.Array]) -> Sequence[jax.Array]:
-            h, c = states
-            i, o, forget, candidate = jnp.split(gates + product(h), 4, -1)
+        def step(gates: jax.Array, states: States) -> States:
+            _, c = states
+            i, o, forget, candidate = jnp.split(gates, 4, -1)
             i = f(clipped(i + peek_i * c))
             forget = 1 - i if layer.variant else f(clipped(forget + peek_f * c))
             c = forget * c + i * g(clipped(candidate))
             return [f(clipped(o + peek_o * c)) * squash(c), c]
 
-        return step
+        return _Cell(lambda share, states: share + product(states[0]), step)
 
     return of
 
@@ -349,9 +384,9 @@ def _attentive_lstm(layer: _Layer, *operands: Any) -> tuple[jax.Array, ...]:
     X, W, R, B, lengths, h, c, P, QW, MW, V, M, memory_lengths, AW = operands
     size, biases = X.shape[-1], _biases(B, R).sum(1)
     seen = positions(M.shape[1]) < (M.shape[1] if memory_lengths is None else memory_lengths[:, None])
-    lstm = _lstm_step(layer, lambda d: lambda h: _product(h, R[d].T), P)
+    lstm = _lstm_cell(layer, lambda d: lambda h: _product(h, R[d].T), P)
 
-    def step(d: int) -> Step:
+    def cell(d: int) -> _Cell:
         inner, keys = lstm(d), _product(M, MW[d])
 
         def read(h: jax.Array) -> jax.Array:
@@ -359,16 +394,19 @@ def _attentive_lstm(layer: _Layer, *operands: Any) -> tuple[jax.Array, ...]:
             context = jnp.einsum("bm,bmd->bd", probabilities(masked(fit, seen)), M)
             return context if AW is None else _product(jnp.concatenate((h, context), -1), AW[d])
 
-        def of(gates: jax.Array, states: Sequence[jax.Array]) -> Sequence[jax.Array]:
-            h, c, attention = states
-            h, c = inner(gates + _product(attention, W[d, :, size:].T), (h, c))
+        def gates(share: jax.Array, states: States) -> jax.Array:
+            *own, attention = states
+            return inner.gates(share + _product(attention, W[d, :, size:].T), own)
+
+        def step(gates: jax.Array, states: States) -> States:
+            h, c = inner.step(gates, states[:2])
             return [h, c, read(h)]
 
-        return of
+        return _Cell(gates, step)
 
     nothing = jnp.zeros((layer.directions, X.shape[1], W.shape[2] - size), X.dtype)
     project = lambda x, d: _product(x, W[d, :, :size].T) + biases[d]
-    Y, h, c, _ = layer.run(X, R.shape[-1], lengths, [h, c, nothing], operands, project, step)
+    Y, h, c, _ = layer.run(X, R.shape[-1], lengths, [h, c, nothing], operands, project, cell)
     return Y, h, c
 
 
@@ -407,12 +445,12 @@ def _quantized_lstm(
     layer: _Layer, X: Any, W: Any, W_scale: Any, R: Any, R_scale: Any, B: Any, lengths: Any, h: Any, c: Any, P: Any
 ) -> tuple[jax.Array, ...]:
     biases = _biases(B, R).sum(1)
-    step = _lstm_step(layer, lambda d: lambda h: _quantized_product(h, R[d], R_scale[d]), P)
+    cell = _lstm_cell(layer, lambda d: lambda h: _quantized_product(h, R[d], R_scale[d]), P)
 
     def project(x: jax.Array, d: int) -> jax.Array:
         return _quantized_product(x, W[d], W_scale[d]) + biases[d]
 
-    return layer.run(X, R.shape[1], lengths, [h, c], [W, W_scale, R, R_scale, B, P], project, step)
+    return layer.run(X, R.shape[1], lengths, [h, c], [W, W_scale, R, R_scale, B, P], project, cell)
 
 
 def _integers(weight: Any, zero_point: Any) -> jax.Array:
