@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transmuter import lowering, telemetry
     from transmuter.errors import (
         ExecutionError,
+        GradientError,
         GraphBreakError,
         HubError,
         InputError,
@@ -42,6 +43,7 @@ __all__ = [
     "Buckets",
     "CompiledModel",
     "ExecutionError",
+    "GradientError",
     "GraphBreakError",
     "HubError",
     "InputError",

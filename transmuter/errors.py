@@ -63,6 +63,10 @@ class GraphBreakError(TransmuterError):
         self.node, self.operator, self.operand, self.origin = node, operator, operand, tuple(origin)
 
 
+class GradientError(TransmuterError):
+    """Reverse-mode differentiation reaches a node that has no reverse mode. The message names it and the ways out."""
+
+
 class ExecutionError(TransmuterError, RuntimeError):
     """XLA failed to compile or to run a segment, for want of memory above all. The message holds XLA's own.
 

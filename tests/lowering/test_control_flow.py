@@ -195,8 +195,28 @@ def test_for_of_a_hidden_count() -> None:
     expected = np.stack([python_for(2, X), python_for(12, X)])
     np.testing.assert_allclose(jax.vmap(f)(counts, rows), expected, rtol=1e-5)
     np.testing.assert_allclose(exported(f, counts[0], X), expected[0], rtol=1e-5)
-    with pytest.raises(ValueError, match=r"(?i)reverse-mode"):
-        jax.grad(lambda x: jax.jit(f)(counts[0], x).sum())(X)
+
+
+def test_a_loop_without_a_bound_has_no_reverse_mode() -> None:
+    text = FOR_WITHOUT_OUTPUTS.replace("=> (float[k] y)", "=> (float[k] y, float[k] e)")
+    model = load(text.replace("  y = Loop", "  e = Exp (x)\n  y = Loop"))
+    compiled = transmuter.compile(model)
+    n = np.array(12)
+
+    def f(x: Any) -> Any:
+        return compiled({"n": n, "x": x})["y"]
+
+    np.testing.assert_allclose(f(X), python_for(12, X), rtol=1e-5)
+    by_hand = jax.jvp(lambda x: python_for(12, x), (X,), (X,))
+    for g in (
+        f,
+        jax.jit(lambda x: model.apply(model.params, {"n": jnp.array(12) + 0 * x[0].astype(int), "x": x})["y"]),
+    ):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), jax.jvp(g, (X,), (X,)), by_hand)
+        with pytest.raises(transmuter.GradientError, match=r"the node of 'y' \(Loop\).*at most 10000"):
+            jax.grad(lambda x, g=g: g(x).sum())(X)
+    apart = jax.jit(lambda x, n: model.apply(model.params, {"n": n, "x": x})["e"])  # where nobody needs the loop's
+    np.testing.assert_allclose(jax.grad(lambda x: apart(x, n).sum())(X), np.exp(X), rtol=1e-6)
 
 
 def test_gradients_reach_weights_inside_of_bodies() -> None:

@@ -31,7 +31,8 @@ from transmuter.lowering.arrays import (
     traced,
     xp,
 )
-from transmuter.lowering.evaluation import Break, Subgraph
+from transmuter.lowering.evaluation import Break, Subgraph, describe
+from transmuter.lowering.irreversible import irreversible
 from transmuter.lowering.padding import LIMIT, Length, Padded, has_length
 from transmuter.lowering.registry import operator
 from transmuter.staging import staged
@@ -256,7 +257,14 @@ def _while(loop: _Loop, M: Any, limit: Any) -> tuple[Sequence[Any], Sequence[Any
     if isinstance(limit, int) and limit <= _BOUND:
         run = jax.custom_jvp(run)
         run.defjvp(lambda primals, tangents: jax.jvp(run_bounded, primals, tangents))
-    return run(explicit, initial)
+        return run(explicit, initial)
+    values, rows, trips = run(explicit, initial)
+    message = (
+        f"No gradient flows backwards through {describe(loop.body.node)}: how often it runs is only known while it "
+        f"runs. Export it with a maximum trip count (the operand M) that is known and at most {_BOUND}, or keep the "
+        "gradient off it with frozen params or jax.lax.stop_gradient. Forward mode (jax.jvp) works."
+    )
+    return [irreversible(x, message) for x in values], rows, trips
 
 
 # ---- Scan ----------------------------------------------------------------------------------------------------------

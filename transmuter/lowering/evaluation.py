@@ -143,8 +143,8 @@ class Subgraph:
     What the graph captures from outside, it takes from the scope of its node. `key` seeds its random nodes.
     """
 
-    def __init__(self, graph: ir.Graph, evaluation: Evaluation, scope: Scope):
-        self.graph, self._evaluation, self._scope = graph, evaluation, scope
+    def __init__(self, graph: ir.Graph, evaluation: Evaluation, scope: Scope, node: ir.Node):
+        self.graph, self._evaluation, self._scope, self.node = graph, evaluation, scope, node
 
     @property
     def is_random(self) -> bool:
@@ -190,7 +190,7 @@ class Subgraph:
         outer = self._scope
         values = dict(zip(self.captures(), captured, strict=True))
         scope = Scope(values, outer.opsets, parent=outer, attributes=outer.attributes, key=outer.key)
-        return Subgraph(self.graph, self._evaluation, scope)
+        return Subgraph(self.graph, self._evaluation, scope, self.node)
 
     def captured(self) -> list[Any]:
         """The present values of `captures()`."""
@@ -658,7 +658,7 @@ class Evaluation:
                 for i, o in enumerate(operands)
             ]
         attributes = {
-            name: Subgraph(value, self, scope) if isinstance(value, ir.Graph) else value
+            name: Subgraph(value, self, scope, node) if isinstance(value, ir.Graph) else value
             for name, value in bound.attributes.items()
         }
         if "key" in lowering.fills:
