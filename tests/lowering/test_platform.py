@@ -38,9 +38,20 @@ def repeated(x, w):
     ],
 )
 def test_products_of_many_rows_are_eigens(function, shapes, by_eigen, monkeypatch):
-    assert bool(options(function, *shapes)) == by_eigen
+    assert ("xla_cpu_experimental_ynn_fusion_type" in options(function, *shapes)) == by_eigen
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert options(function, *shapes) == {}
+
+
+def test_products_of_loops_use_wide_registers(monkeypatch):
+    def until(x, w):
+        return lax.while_loop(lambda x: x.sum() < 9, lambda x: x @ w, x)
+
+    for function, is_wide in ((repeated, True), (until, True), (jnp.matmul, False)):
+        assert ("xla_cpu_prefer_vector_width" in options(function, (1, 64), (64, 64))) == is_wide
+    assert options(lambda x: lax.scan(lambda c, _: (c + 1, None), x, None, length=3), (64,)) == {}
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert options(repeated, (1, 64), (64, 64)) == {}
 
 
 def test_products_of_integers_are_ynnpacks():
