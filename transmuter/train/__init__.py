@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from transmuter.train import lora, losses
 from transmuter.train.fit import Fit, fit
 from transmuter.train.lora import with_lora
+from transmuter.train.params import load_params, save_params
 from transmuter.train.regularization import with_batch_statistics, with_dropout
 from transmuter.train.step import Evaluator, Step, TrainState
 
@@ -20,9 +21,11 @@ __all__ = [
     "TrainState",
     "as_nnx",
     "fit",
+    "load_params",
     "lora",
     "losses",
     "nnx",
+    "save_params",
     "with_batch_statistics",
     "with_dropout",
     "with_lora",
