@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from building import info, model_of
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 
 import transmuter
 from transmuter import train
