@@ -6,7 +6,7 @@ What only the GPU kernels know (separate or concatenated gates, GEGLU) follows t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,8 +15,9 @@ import numpy as np
 from jax import lax
 
 from transmuter.lowering.arrays import Array, cast, traced
-from transmuter.lowering.contrib_quantization import unpacked
+from transmuter.lowering.few_bits import in_words, keeps_packed, product, unpacked
 from transmuter.lowering.linear import matmul
+from transmuter.lowering.platform import on_cpu
 from transmuter.lowering.registry import operator
 
 operator = functools.partial(operator, domain="com.microsoft")
@@ -62,24 +63,41 @@ def _activation(
     return gated
 
 
-def _mixture(x: Array, experts: Array, shares: Array, layers: Any, activate: Callable[..., jax.Array]) -> jax.Array:
-    """The sum of what its experts make of each token, by their shares. `layers` are three of weights and biases.
+def _product(rows: Array, weight: Array) -> jax.Array:
+    return matmul(rows, weight.T)
+
+
+def _mixture(
+    x: Array,
+    experts: Array,
+    shares: Array,
+    layers: Any,
+    activate: Callable[..., jax.Array],
+    products: Sequence[Callable[[Array, Any], jax.Array]] = (_product,) * 3,
+) -> jax.Array:
+    """The sum of what its experts make of each token, by their shares. `layers` are three of weights and biases, which
+    `products` multiply with rows of tokens.
 
     Few tokens fetch the weights of their own experts; many pass through all experts, one after the other.
     """
 
     def expert(rows: Array, layers: Any) -> jax.Array:
         first, second, third = (
-            None if w is None else lambda x, w=w, b=b: matmul(x, w.T) if b is None else matmul(x, w.T) + b
-            for w, b in layers
+            None if w is None else lambda x, w=w, b=b, by=by: by(x, w) if b is None else by(x, w) + b
+            for (w, b), by in zip(layers, products, strict=True)
         )
         return second(activate(first(rows), None if third is None else third(rows)))
 
-    tokens, count = x.reshape(-1, x.shape[-1]), layers[0][0].shape[0]
-    shares = cast(shares, x.dtype)
+    tokens, count = x.reshape(-1, x.shape[-1]), jax.tree.leaves(layers)[0].shape[0]
+    layers, shares = jax.tree.map(traced, layers), cast(shares, x.dtype)
     if isinstance(tokens.shape[0], int) and experts.size <= count:
-        own = jax.tree.map(lambda w: jnp.take(w, experts, axis=0), layers)
-        results = jax.vmap(jax.vmap(expert, (None, 0)))(tokens, own)
+
+        def by_own(pair: tuple[Array, Array]) -> jax.Array:
+            token, index = pair
+            return expert(token[None], jax.tree.map(lambda w: w[index], layers))[0]
+
+        pairs = jnp.repeat(tokens, experts.shape[-1], axis=0), experts.reshape(-1)
+        results = lax.map(by_own, pairs).reshape(*experts.shape, -1)
         return jnp.sum(results * shares[..., None], axis=1).reshape(x.shape)
     is_own = experts[..., None] == jnp.arange(count, dtype=experts.dtype)
     by_expert = jnp.sum(jnp.where(is_own, shares[..., None], 0), axis=1)
@@ -88,7 +106,7 @@ def _mixture(x: Array, experts: Array, shares: Array, layers: Any, activate: Cal
         layers, share = one
         return total + share[:, None] * expert(tokens, layers), None
 
-    total, _ = lax.scan(add, jnp.zeros(tokens.shape, x.dtype), (jax.tree.map(traced, layers), by_expert.T))
+    total, _ = lax.scan(add, jnp.zeros(tokens.shape, x.dtype), (layers, by_expert.T))
     return total.reshape(x.shape)
 
 
@@ -126,20 +144,26 @@ def MoE(
     return _mixture(input, *_route(router_probs, k, normalize_routing_weights), layers, activate)
 
 
-def _dequantized(packed: Array | None, scales: Array | None, zeros: Array | None, bits: int) -> jax.Array | None:
-    """The weights (experts, rows, columns) of a layer, whose rows have one scale, or one for each of their blocks."""
+def _quantized(
+    packed: Array | None, scales: Array | None, zeros: Array | None, bits: int
+) -> tuple[Any, Callable[[Array, Any], jax.Array]]:
+    """The weights (experts, rows, columns) of a layer, whose rows have one scale, or one for each of their blocks, and
+    what multiplies with those of one expert."""
     if packed is None:
-        return None
-    codes = unpacked(packed, bits)
-    experts, rows, columns = codes.shape
+        return None, _product
+    experts, rows, columns = *packed.shape[:2], packed.shape[2] * (8 // bits)
     blocked = scales.ndim == 3
     scales = scales if blocked else scales[..., None]
-    codes = codes.reshape(experts, rows, scales.shape[2], columns // scales.shape[2])
+    blocks = scales.shape[2]
     if zeros is not None:
         zeros = unpacked(zeros, bits)
-        zeros = cast(zeros[..., : scales.shape[2]] if blocked else zeros[:, :rows, None], scales.dtype)[..., None]
-    centred = cast(codes, scales.dtype) - (2 ** (bits - 1) if zeros is None else zeros)
-    return (centred * scales[..., None]).reshape(experts, rows, columns)
+        zeros = zeros[..., :blocks] if blocked else zeros[:, :rows, None]
+    if keeps_packed(is_fast=on_cpu()) and columns // blocks * bits % 32 == 0:
+        by_block = (None if x is None else jnp.swapaxes(x, 1, 2) for x in (scales, zeros))
+        return (in_words(packed), *by_block), lambda rows, words: cast(product(rows, *words, bits), rows.dtype)
+    codes = unpacked(packed, bits).reshape(experts, rows, blocks, columns // blocks)
+    centred = cast(codes, scales.dtype) - (2 ** (bits - 1) if zeros is None else cast(zeros, scales.dtype)[..., None])
+    return (centred * scales[..., None]).reshape(experts, rows, columns), _product
 
 
 @operator()
@@ -182,11 +206,13 @@ def QMoE(
     bits = [b or expert_weight_bits for b in (fc1_expert_weight_bits, fc2_expert_weight_bits, fc3_expert_weight_bits)]
     if use_sparse_mixer or weights_prepacked == 1 or quant_type != "int" or not {2, 4, 8}.issuperset(bits):
         raise ValueError("only weights in 2, 4 or 8 bits that are not prepacked, and no sparse mixer, are supported")
-    layers = (
-        (_dequantized(fc1_experts_weights, fc1_scales, fc1_zero_points, bits[0]), fc1_experts_bias),
-        (_dequantized(fc2_experts_weights, fc2_scales, fc2_zero_points, bits[1]), fc2_experts_bias),
-        (_dequantized(fc3_experts_weights, fc3_scales, fc3_zero_points, bits[2]), fc3_experts_bias),
+    quantized = (
+        (fc1_experts_weights, fc1_scales, fc1_zero_points),
+        (fc2_experts_weights, fc2_scales, fc2_zero_points),
+        (fc3_experts_weights, fc3_scales, fc3_zero_points),
     )
+    weights, products = zip(*(_quantized(*layer, b) for layer, b in zip(quantized, bits, strict=True)), strict=True)
+    layers = tuple(zip(weights, (fc1_experts_bias, fc2_experts_bias, fc3_experts_bias), strict=True))
     experts, shares = _route(router_probs, k, True)
     if router_weights is not None:
         shares = jnp.take_along_axis(router_weights, experts, axis=-1)
@@ -194,4 +220,4 @@ def QMoE(
     activate = _activation(
         activation_type, swiglu_fusion, activation_alpha, activation_beta, swiglu_limit, swiglu_limit_after_activation
     )
-    return _mixture(input, experts, shares, layers, activate)
+    return _mixture(input, experts, shares, layers, activate, products)

@@ -1,12 +1,14 @@
 """Quantized operators of ONNX Runtime's com.microsoft domain.
 
 What has a plain counterpart dequantizes, computes in float32 and quantizes again. Products of 8-bit matrices are
-exact in int32. Weights of few bits are unpacked and dequantized by themselves, so that this is done once per compile.
+exact in int32. Weights of few bits stay packed where that is as fast (see `few_bits`); otherwise they are unpacked and
+dequantized by themselves, so that this is done once per compile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from jax import lax
 from transmuter.lowering import arrays, normalization
 from transmuter.lowering import quantization as plain
 from transmuter.lowering.arrays import Array, cast, dims, is_float
+from transmuter.lowering.few_bits import in_words, product, times, times_rows, unpacked
 from transmuter.lowering.linear import MatMulInteger
 from transmuter.lowering.pooling import AveragePool, GlobalAveragePool
 from transmuter.lowering.quantization import dequantized, in_blocks, per_row, quantized, quotient, rescaled, saturated
@@ -281,20 +284,6 @@ def DynamicQuantizeMatMul(A, B, b_scale, b_zero_point=None, bias=None):
 # ---- weights of few bits --------------------------------------------------------------------------------------------
 
 
-def unpacked(packed: Array, bits: int, *, highest_first: bool = False) -> jax.Array:
-    """The unsigned integers of `bits` bits that bytes hold along the last axis."""
-    if bits not in (2, 4, 8):
-        raise ValueError(f"bits is {bits}, not 2, 4 or 8")
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    parts = jnp.right_shift(packed[..., None], shifts[::-1] if highest_first else shifts)
-    return (parts & np.uint8(2**bits - 1)).reshape(*packed.shape[:-1], packed.shape[-1] * (8 // bits))
-
-
-def _times_weight(a: Array, weight: Array, contracted: int = 1) -> jax.Array:
-    """`a @ weight.T` in float32, or `a @ weight`, contracted with its axis 0."""
-    return lax.dot_general(cast(a, np.float32), weight, (((a.ndim - 1,), (contracted,)), ((), ())))
-
-
 @operator(domain=_DOMAIN)
 def MatMulNBits(
     A,
@@ -317,25 +306,25 @@ def MatMulNBits(
         raise ValueError("the weight is packed for a CUDA kernel (weight_prepacked)")
     blocks = -(-K // block_size)
     if 0 in B.shape:
-        product = jnp.zeros((*A.shape[:-1], N), np.float32)
+        return _biased(jnp.zeros((*A.shape[:-1], N), np.float32), bias, A.dtype)
+    scales = scales.reshape(N, blocks)
+    if zero_points is not None:
+        zeros = zero_points.reshape(N, -1)
+        zero_points = zeros if is_float(zeros) else unpacked(zeros, bits)[:, :blocks]
+    if g_idx is None:
+        x = jnp.pad(A.reshape(math.prod(A.shape[:-1]), K), [(0, 0), (0, blocks * block_size - K)])
+        parameters = (None if p is None else p.T for p in (scales, zero_points))
+        y = product(x, in_words(B.reshape(N, -1)), *parameters, bits).reshape(*A.shape[:-1], N)
     else:
-        q = unpacked(B.reshape(N, -1), bits).reshape(N, blocks * block_size)[:, :K]
-        if zero_points is None:
-            zero_points = np.full((1, 1), 2 ** (bits - 1), np.uint8)
-        elif is_float(zero_points):
-            zero_points = zero_points.reshape(N, blocks)
-        else:
-            zero_points = unpacked(zero_points.reshape(N, -1), bits)[:, :blocks]
-        scales = scales.reshape(N, blocks)
+        zero_points = np.full(scales.shape, 2 ** (bits - 1), np.uint8) if zero_points is None else zero_points
 
-        def by_element(parameter: Array) -> Array:
-            if parameter.size == 1:
-                return parameter
-            return in_blocks(parameter, block_size, 1, K) if g_idx is None else jnp.take(parameter, g_idx[:K], axis=1)
+        def weight(rows: Sequence[Array]) -> jax.Array:
+            q, scale, zero = rows
+            scale, zero = (jnp.take(cast(p, np.float32), g_idx[:K], axis=1) for p in (scale, zero))
+            return (cast(unpacked(q, bits)[:, :K], np.float32) - zero) * scale
 
-        centred = cast(q, np.float32) - cast(by_element(zero_points), np.float32)
-        product = _times_weight(A, centred * cast(by_element(scales), np.float32))
-    return _biased(product, bias, A.dtype)
+        y = times_rows(A, (B.reshape(N, -1), scales, zero_points), weight)
+    return _biased(y, bias, A.dtype)
 
 
 def _normalized(a: Array, skip: Array | None, scale: Array | None, epsilon: float) -> tuple[Array, Array | None]:
@@ -424,13 +413,15 @@ def MatMulFpQ4(A, B, B_shape, *, blk_quant_type=1):
     if blk_quant_type not in range(len(_BLOCKS)):
         raise ValueError(f"blk_quant_type is {blk_quant_type}, not 0, 1 or 2")
     block, (k, n) = _BLOCKS[blk_quant_type], dims(B_shape)
-    blob = B.reshape(n, -(-k // block), -1)
-    scale, blob = lax.bitcast_convert_type(blob[..., :4], np.float32), blob[..., 4:]
-    zero, blob = (blob[..., :1], blob[..., 1:]) if blk_quant_type == 1 else (np.uint8(8), blob)
-    halves = unpacked(blob, 4).reshape(n, -1, 16, 2)
-    q = jnp.swapaxes(halves, -1, -2).reshape(*scale.shape, block)
-    weight = dequantized(q, scale[..., None], zero).reshape(n, -1)[:, :k]
-    return _times_weight(A, weight)
+
+    def weight(blob: Array) -> jax.Array:
+        scale, blob = lax.bitcast_convert_type(blob[..., :4], np.float32), blob[..., 4:]
+        zero, blob = (blob[..., :1], blob[..., 1:]) if blk_quant_type == 1 else (np.uint8(8), blob)
+        halves = unpacked(blob, 4).reshape(blob.shape[0], -1, 16, 2)
+        q = jnp.swapaxes(halves, -1, -2).reshape(*scale.shape, block)
+        return dequantized(q, scale[..., None], zero).reshape(blob.shape[0], -1)[:, :k]
+
+    return times_rows(A, B.reshape(n, -(-k // block), -1), weight)
 
 
 # ---- weights of small floats ----------------------------------------------------------------------------------------
@@ -442,19 +433,26 @@ _E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.fl
 @operator(domain=_DOMAIN)
 def MatMulBlockQuantizedFp4Weight(A, B, weight_scale, weight_scale_2, input_scale=None, bias=None, *, block_size=16):
     """The weight is rounded to the dtype of A; `input_scale` changes nothing."""
-    scale = cast(lax.bitcast_convert_type(weight_scale, ml_dtypes.float8_e4m3fn), np.float32) * weight_scale_2
-    weight = jnp.asarray(_E2M1)[unpacked(B, 4)]
-    weight = cast(weight * in_blocks(scale, block_size, 1, weight.shape[1]), A.dtype)
-    product = _times_weight(A, cast(weight, np.float32))
-    return _biased(product, bias, A.dtype)
+
+    def weight(rows: Sequence[Array]) -> jax.Array:
+        packed, scale = rows
+        scale = cast(lax.bitcast_convert_type(scale, ml_dtypes.float8_e4m3fn), np.float32) * weight_scale_2
+        levels = jnp.asarray(_E2M1)[unpacked(packed, 4)]
+        return cast(levels * in_blocks(scale, block_size, 1, levels.shape[1]), A.dtype)
+
+    return _biased(times_rows(A, (B, weight_scale), weight), bias, A.dtype)
 
 
 @operator(domain=_DOMAIN)
 def MatMulBlockQuantizedFp8Weight(A, B, b_scale, a_scale=None, bias=None, *, block_size=128):
     """An activation beyond the range of float8 saturates."""
     x = A if a_scale is None else dequantized(quantized(A, a_scale, None, B.dtype), a_scale)
-    product = _times_weight(x, cast(B, np.float32) * in_blocks(b_scale, block_size, 1, B.shape[1]))
-    return _biased(product, bias, A.dtype)
+
+    def weight(rows: Sequence[Array]) -> jax.Array:
+        small, scale = rows
+        return cast(small, np.float32) * in_blocks(scale, block_size, 1, small.shape[1])
+
+    return _biased(times_rows(x, (B, b_scale), weight), bias, A.dtype)
 
 
 @operator(domain=_DOMAIN)
@@ -478,7 +476,7 @@ def GemmFloat8(
     if activation not in activations:
         raise ValueError(f"the activation {activation!r} is not one of {[*activations]}")
     a, b = cast(A.T if transA else A, np.float32), cast(B if transB else B.T, np.float32)
-    y = alpha * _times_weight(a if scaleA is None else a * scaleA, b if scaleB is None else b * scaleB)
+    y = alpha * times(a if scaleA is None else a * scaleA, b if scaleB is None else b * scaleB)
     y = activations[activation](y if C is None else y + beta * cast(C, np.float32))
     y = y if scaleY is None else y * scaleY
     return (
@@ -516,7 +514,7 @@ _FOUR_BITS = (np.concatenate([_FP4, -_FP4]), _NF4)
 def MatMulBnb4(A, B, absmax, *, K, N, block_size, quant_type, training_mode=0, transB=1):
     levels = jnp.asarray(_FOUR_BITS[quant_type])[unpacked(B.reshape(-1), 4, highest_first=True)[: N * K]]
     weight = levels * in_blocks(cast(absmax.reshape(-1), np.float32), block_size, 0, N * K)
-    return cast(_times_weight(A, weight.reshape(N, K), 1 if transB else 0), A.dtype)
+    return cast(times(A, weight.reshape(N, K), 1 if transB else 0), A.dtype)
 
 
 @operator(domain=_DOMAIN)

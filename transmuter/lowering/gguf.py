@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from transmuter.lowering.arrays import Array, cast, dtype
-from transmuter.lowering.linear import accumulator
+from transmuter.lowering.few_bits import times_rows
 from transmuter.lowering.registry import operator
 
 # ---- bytes ---------------------------------------------------------------------------------------------------------
@@ -150,10 +150,9 @@ def MatMulPacked(A, B, global_scale=None, *, packed_type, N, K, activation_type=
     """Weights are rounded to the dtype of A first. There is no NVFP4 (40) among the formats."""
     if activation_type not in _ACTIVATIONS:
         raise ValueError(f"the activation is {activation_type!r}, not one of {', '.join(_ACTIVATIONS)}")
-    weight = cast(unpacked(B, packed_type, K), A.dtype)
-    if weight.shape[0] != N:
-        raise ValueError(f"{weight.shape[0]} rows, not N = {N}")
-    y = jnp.matmul(A, weight.T, preferred_element_type=accumulator(A))
+    if B.shape[0] != N:
+        raise ValueError(f"{B.shape[0]} rows, not N = {N}")
+    y = times_rows(A, B, lambda rows: cast(unpacked(rows, packed_type, K), A.dtype))
     y = cast(y if global_scale is None else y * cast(global_scale, y.dtype).reshape(()), A.dtype)
     return _ACTIVATIONS[activation_type](y)
 

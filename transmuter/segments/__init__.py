@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from transmuter.lowering.few_bits import Packing
 from transmuter.model import Model
 from transmuter.segments.buckets import BucketedModel, Buckets
 from transmuter.segments.cache import CacheInfo, Counts, use_persistent_cache
@@ -68,6 +69,7 @@ def compile(
     cache_size: int = 8,
     static_inputs: Sequence[str] = (),
     outputs: Sequence[str] | None = None,
+    packed_weights: Packing = "auto",
     persistent_cache: str | os.PathLike[str] | None = None,
     buckets: Buckets | Mapping[str, Sequence[int]] | None = None,
 ) -> CompiledModel:
@@ -82,6 +84,10 @@ def compile(
             tracing. Integer and boolean scalars and short vectors that decide a shape or a branch are static by
             themselves. No gradient flows to a static input.
         outputs: Names of graph outputs or internal values; what they do not need is not compiled. None is all outputs.
+        packed_weights: What becomes of weights of few bits, in blocks that share a scale. `"keep"`: they stay packed,
+            and each call unpacks them, in pieces that fit a cache. `"unpack"`: they become float32 once, which takes 4
+            (for 8 bits) or 8 times (for 4 bits) as much memory, besides theirs. `"auto"`: on a CPU those of MatMulNBits
+            and QMoE stay packed; others become float32, if that takes less than half of the free memory.
         persistent_cache: A folder in which JAX keeps executables, so that later processes need not compile them. A
             process has one such folder, for all that it compiles: this sets JAX's own `jax_compilation_cache_dir`.
             Segments are kept there however quickly they compile; for the rest of the process JAX's limit of a second
@@ -105,6 +111,7 @@ def compile(
         cache_size=cache_size,
         static_inputs=static_inputs,
         outputs=outputs,
+        packed_weights=packed_weights,
         keeps_executables=use_persistent_cache(persistent_cache),
     )
     if example_inputs is not None:

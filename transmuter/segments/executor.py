@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import jax
 import numpy as np
@@ -25,10 +25,13 @@ from transmuter.errors import ExecutionError, GraphBreakError, InputError, Recom
 from transmuter.lowering.arrays import contents, is_float
 from transmuter.lowering.control_flow import varying_axes
 from transmuter.lowering.evaluation import Bind, Break, Evaluation, Scope, operator_name
+from transmuter.lowering.few_bits import Packing, in_packing
 from transmuter.lowering.padding import Padded, cut
 from transmuter.model import Model, checked_key, returned
 from transmuter.segments import explanation
 from transmuter.segments.cache import CacheInfo, SegmentCache, keeping_all, used_weights
+from transmuter.segments.memory import fits_unpacked
+from transmuter.segments.moving import moved
 from transmuter.segments.preparation import Weight, evaluate, inverses
 from transmuter.segments.segment import SMALL, Executable, Promote, Segment, Signature, Stage, is_host
 from transmuter.staging import differentiated, exact_dtypes, staged, transposed_exactly
@@ -98,11 +101,15 @@ class CompiledModel:
         cache_size: int = 8,
         static_inputs: Sequence[str] = (),
         outputs: Sequence[str] | None = None,
+        packed_weights: Packing = "auto",
         keeps_executables: bool = False,
     ):
         if cache_size < 1:
             raise ValueError(f"cache_size is {cache_size}, but must be at least 1.")
+        if packed_weights not in get_args(Packing):
+            raise ValueError(f"packed_weights is {packed_weights!r}, not one of {', '.join(get_args(Packing))}.")
         self.model, self.cache_size = model, cache_size
+        self._packing = "keep" if packed_weights == "auto" and not fits_unpacked(model) else packed_weights
         self._graph, self._wanted = model.graph, model.values(outputs)
         if isinstance(static_inputs, str):
             raise InputError(f"static_inputs is the string {static_inputs!r}. Give a list of names.")
@@ -469,7 +476,8 @@ class CompiledModel:
             avals = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x) for x in arguments]
             params = self.model.shapes["param"] if call.params is None else call.params
             try:
-                segment = Segment(self.model, stage, signature, static, avals, params)
+                with in_packing(self._packing):
+                    segment = Segment(self.model, stage, signature, static, avals, params)
             except Promote as needed:
                 stage.static |= needed.values
                 return None
@@ -540,7 +548,8 @@ class CompiledModel:
         model = self.model
         body = self._bodies.get((graph, outputs))
         if body is None:
-            body = self._bodies.setdefault((graph, outputs), _Body(CompiledModel(model, cache_size=self.cache_size)))
+            options = {"cache_size": self.cache_size, "packed_weights": self._packing}
+            body = self._bodies.setdefault((graph, outputs), _Body(CompiledModel(model, **options)))
             body.compiled._graph, body.compiled._wanted = graph, {str(i): v for i, v in enumerate(outputs)}
         own = () if call.weights is not None else model.weight_values.keys()  # given ones are operands as any other
         captured = [v for v in model.program.captures(graph) if v not in own and not model.is_constant(v)]
@@ -629,9 +638,10 @@ class CompiledModel:
 def _compute(executable: Executable, weight: Weight, original: Callable[[str], Any]) -> Any:
     """A prepared weight's value, from the original ones."""
     environment = {
-        ref: original(name) if name else jax.numpy.asarray(executable.constants[ref]) for ref, name in weight.sources
+        ref: original(name) if name else jax.device_put(executable.constants[ref]) for ref, name in weight.sources
     }
-    return evaluate(weight.operations, environment, [weight.ref])[0]
+    value = moved(weight, environment)
+    return evaluate(weight.operations, environment, [weight.ref])[0] if value is None else value
 
 
 def _kinds(given: Any) -> Any:

@@ -24,6 +24,8 @@ Ref = int
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call"}
 _ENLARGING = {"broadcast_in_dim", "iota"}
+_BARRIER = "optimization_barrier"
+"""What a lowering computes of a weight behind one (packed weights, unpacked) stays in the rest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +155,7 @@ def split(trace: Trace, names: dict[Ref, str], arguments: list[Ref], *, prepare:
     dynamic: list[Operation] = []
     for op in operations:
         refs = [ref for ref in op.operands if isinstance(ref, Ref)]
-        pure = not op.equation.effects and refs
+        pure = not op.equation.effects and op.equation.primitive.name != _BARRIER and refs
         if pure and hoistable.issuperset(refs):
             hoistable.update(op.results)
             producer.update(dict.fromkeys(op.results, op))
@@ -274,6 +276,8 @@ def _undo(op: Operation, position: int) -> Callable[[jax.Array], jax.Array] | No
             axis = params["dimension"]
             start = sum(operand.aval.shape[axis] for operand in op.equation.invars[:position])
             return lambda x: lax.slice_in_dim(x, start, start + before.shape[axis], axis=axis)
+        case "bitcast_convert_type":
+            return lambda x: lax.bitcast_convert_type(x, before.dtype)
         case "convert_element_type" if before.dtype.itemsize == 2 and params["new_dtype"] == np.float32:
             return lambda x: lax.convert_element_type(x, before.dtype)
     return None

@@ -1,0 +1,41 @@
+"""How much memory there is, for what is computed of a model's weights once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from transmuter.model import Model
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def fits_unpacked(model: Model) -> bool:
+    """Whether packed weights would take less than half of the free memory as float32: eight bytes for each of two."""
+    packed = sum(s.size for s in model.shapes["buffer"].values() if s.dtype == np.uint8)
+    return packed == 0 or 8 * packed < available() / 2
+
+
+def available() -> int:
+    """The bytes that the process can still take, of the device's memory or of the host's."""
+    device = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in device:
+        return device["bytes_limit"] - device["bytes_in_use"]
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    told = [line.split() for line in _lines(Path("/proc/meminfo"))]
+    sizes += [int(kilobytes) << 10 for name, kilobytes, *_ in told if name == "MemAvailable:"]
+    limit, used = (_lines(_CGROUP / name) for name in ("memory.max", "memory.current"))  # of a container
+    if limit and used and limit[0].isdigit():
+        sizes.append(int(limit[0]) - int(used[0]))
+    return min(sizes)
+
+
+def _lines(path: Path) -> list[str]:
+    """A file of the kernel's; nothing where there is none."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
