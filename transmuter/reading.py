@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+import mmap
 import os
 import secrets
 from collections.abc import Iterable, Iterator
@@ -30,6 +31,8 @@ Source: TypeAlias = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
 _CUT_FROM = 4096  # bytes of raw_data from which an initializer is cut out of the file
 _LIFT_FROM = 17  # elements from which a Constant node's tensor is a weight like any other
 _ALIGNMENT = 64  # bytes; XLA's CPU client uses an array in place if it is aligned like this
+_MAP_FROM = 1 << 20  # bytes from which a weight gets pages of its own
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
 @dataclass
@@ -291,7 +294,7 @@ def _array_from(stream: BinaryIO, offset: int, shape: tuple[int, ...], element: 
     stream.seek(0, io.SEEK_END)
     if offset + size > stream.tell():
         raise ValueError(f"its {size} bytes at offset {offset} lie past the end of the file")
-    buffer = _aligned(size)
+    buffer = aligned(size)
     stream.seek(offset)
     view = memoryview(buffer)
     filled = 0
@@ -305,7 +308,11 @@ def _array_from(stream: BinaryIO, offset: int, shape: tuple[int, ...], element: 
     return buffer.view(element.numpy()).reshape(shape)
 
 
-def _aligned(size: int) -> np.ndarray:
+def aligned(size: int) -> np.ndarray:
+    """Bytes for a weight, where XLA's CPU client takes them as they are. Those of a large one are a mapping of their
+    own, which goes back to the system at once: a heap would keep what lies between weights that are still there."""
+    if size >= _MAP_FROM:
+        return np.frombuffer(mmap.mmap(-1, size, **_PRIVATE), np.uint8)
     raw = np.empty(size + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + size]
