@@ -31,12 +31,18 @@ from transmuter.lowering.padding import Padded
 from transmuter.lowering.platform import compiler_options
 from transmuter.lowering.reasons import break_reason, length_reason
 from transmuter.model import Model
-from transmuter.segments import preparation
+from transmuter.segments import fusion, preparation
 from transmuter.segments.rewriting import Rule, rewritten
 from transmuter.segments.winograd import by_winograd
 
 _WIDE = {np.dtype(t) for t in (np.int64, np.uint64, np.float64, np.complex128)}
-_RULES: tuple[Rule, ...] = (by_winograd,)
+_RULES: tuple[Rule, ...] = (
+    by_winograd,
+    fusion.scaled_operands,
+    fusion.products_of_parts,
+    fusion.late_normalization,
+    fusion.tied_weights,
+)
 """How what runs on the model's own params is rewritten, in this order."""
 SMALL = 16
 """Elements up to which an integer or boolean scalar or vector that decides a shape or a branch enters the signature by
