@@ -112,6 +112,8 @@ def test_a_transposed_convolution_beyond_its_kernel_gets_zeros(auto_pad):
 
 KINDS = {
     "dense": ((2, 3, 5, 5), (4, 3, 3, 3), {"pads": [1] * 4, "strides": [2, 2]}),
+    "strided": ((2, 8, 5, 5), (4, 8, 3, 3), {"pads": [1] * 4, "strides": [2, 2]}),
+    "few channels": ((2, 3, 9, 8), (4, 3, 3, 3), {"pads": [1, 0, 0, 1], "strides": [2, 3]}),
     "pointwise": ((2, 3, 5, 5), (4, 3, 1, 1), {"strides": [2, 1]}),
     "depthwise": ((2, 3, 5, 5), (6, 1, 3, 3), {"pads": [1] * 4, "group": 3}),
     "grouped": ((2, 4, 5, 5), (4, 2, 3, 3), {"dilations": [2, 1], "group": 2}),
@@ -172,6 +174,15 @@ def test_other_platforms_compute_the_same(kind, transposed, monkeypatch):
     expected = conv(x, w)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     np.testing.assert_allclose(conv(x, w), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("block", "most"), [(1, 12), (4, 12), (8, 12), (32, 12), (1, 2), (4, 2)])
+def test_groups_in_blocks(block, most, monkeypatch):
+    """One by one, some joined, all joined; as operations of their own and in a loop."""
+    x, w, attributes = draw(2, 12, 6, 5), draw(24, 2, 3, 2), {"group": 6, "strides": [2, 1], "pads": [1, 0, 1, 1]}
+    monkeypatch.setattr(convolution, "_BLOCK", block)
+    monkeypatch.setattr(convolution, "_MOST_BLOCKS", most)
+    assert_as_onnxruntime("Conv", [x, w], attributes)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
