@@ -75,3 +75,12 @@ def test_options_that_xla_does_not_know_are_not_asked_for(monkeypatch):
         assert options(jnp.matmul, (128, 64), (64, 64)) == {}
     finally:
         platform._are_known.cache_clear()
+
+
+@pytest.mark.parametrize(("kind", "in_order"), [(np.float16, True), (jnp.bfloat16, True), (np.float32, False)])
+def test_products_in_half_precision_widen_one_weight_at_a_time(kind, in_order, monkeypatch):
+    avals = [jax.ShapeDtypeStruct((64, 64), kind)] * 2
+    equations = jax.make_jaxpr(jnp.matmul)(*avals).eqns
+    assert ("xla_cpu_scheduler_type" in platform.compiler_options(equations)) == in_order
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert platform.compiler_options(equations) == {}
