@@ -58,6 +58,8 @@ def _form(op: Operation) -> Callable[[list[np.ndarray]], np.ndarray] | None:
             return lambda operands: _contiguous(operands[0]).reshape(shape)
         case "broadcast_in_dim" if math.prod(before.shape) == math.prod(shape):
             return lambda operands: _contiguous(operands[0]).reshape(shape)
+        case "bitcast_convert_type":
+            return lambda operands: _contiguous(operands[0]).view(params["new_dtype"]).reshape(shape)
         case "concatenate":
             return lambda operands: _joined(operands, params["dimension"])
         case "convert_element_type" if before.dtype in HALVES and params["new_dtype"] == np.float32:
