@@ -1,28 +1,23 @@
-"""What a call of a compiled model costs beyond XLA's own work, and what the first call of a process costs.
+"""What a call of a compiled model costs beyond XLA's own work.
 
     python benchmarks/calls.py              # exits with 1 if a call adds more than 60 microseconds
-    python benchmarks/calls.py --start      # first calls in fresh processes: no cache, cold and warm
 
-The model of the first has 300 small params and no graph break, so that Python's part is nearly all. The same function
+The model has 300 small params and no graph break, so that Python's part is nearly all. The same function
 under a bare `jax.jit`, with the same arguments, is what it is compared with; calls alternate.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import graphs
 import numpy as np
 import onnx
+from bars import Row, report
 
 LIMIT = 60.0
 """Microseconds of Python that a call may add."""
@@ -56,8 +51,8 @@ def microseconds(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, 
     return {name: 1e-3 * float(np.median(found)) for name, found in times.items()}
 
 
-def overhead(rounds: int) -> bool:
-    """Whether calls add no more than the limit."""
+def rows(rounds: int = 2000) -> Iterator[Row]:
+    """Microseconds of each kind of call, beside those of a bare `jax.jit`; the figure is what it adds."""
     import jax
 
     import transmuter
@@ -80,15 +75,13 @@ def overhead(rounds: int) -> bool:
     found = microseconds(calls, rounds)
     with transmuter.telemetry.subscribe(lambda event: None, transmuter.telemetry.SegmentRun):
         listened = microseconds({"bare jit": calls["bare jit"], "compiled": calls["compiled"]}, rounds)
-    added = found["compiled"] - found["bare jit"]
-    print(f"{PARAMS} params, {len(inputs)} inputs, median of {rounds} calls in turns, microseconds")
-    for name, value in found.items():
-        print(f"  {name:<32}{value:>8.1f}{value - found['bare jit']:>+8.1f}")
+    for name in list(calls)[1:]:
+        must = LIMIT if name == "compiled" else None
+        yield Row(name, found[name], found["bare jit"], "us", found[name] - found["bare jit"], must, LIMIT / 2)
     more = listened["compiled"] - listened["bare jit"]
-    print(f"  {'compiled, with a subscriber':<32}{listened['compiled']:>8.1f}{more:>+8.1f}")
-    print(f"  {'telemetry where nobody listens':<32}{silence():>8.2f}")
-    print(f"a call adds {added:.1f} microseconds; {LIMIT:.0f} are allowed")
-    return added <= LIMIT
+    yield Row("compiled, with a subscriber", listened["compiled"], listened["bare jit"], "us", more)
+    spent = silence()
+    yield Row("telemetry where nobody listens", spent, None, "us", spent)
 
 
 def silence() -> float:
@@ -105,51 +98,12 @@ def silence() -> float:
     return 1e6 * (time.perf_counter() - started) / count
 
 
-# ---- the first call of a process -----------------------------------------------------------------------------------
-
-
-def first_call(path: Path) -> dict[str, float]:
-    import jax  # noqa: F401 - importing is no part of it
-
-    import transmuter
-
-    started = time.perf_counter()
-    compiled = transmuter.compile(transmuter.load(path))
-    loaded = time.perf_counter()
-    result = compiled(graphs.bert_inputs(1, 32))
-    np.asarray(next(iter(result.values())))
-    return {"load": loaded - started, "first call": time.perf_counter() - loaded}
-
-
-def start() -> bool:
-    """Whether the persistent cache makes a process's first call faster."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.onnx"
-        onnx.save_model(graphs.bert(), path)
-        cached = {"TRANSMUTER_CACHE_DIR": str(Path(folder) / "cache")}
-        print("MiniLM's architecture, 1x32 tokens, fresh processes, seconds")
-        found = {}
-        for name, variables in {"no persistent cache": {}, "cold": cached, "warm": cached}.items():
-            command = [sys.executable, __file__, "--task", str(path)]
-            environment = {k: v for k, v in os.environ.items() if k != "TRANSMUTER_CACHE_DIR"} | variables
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
-            found[name] = json.loads(done.stdout.splitlines()[-1])
-            print(f"  {name:<22}" + "".join(f"{what} {value:6.2f}   " for what, value in found[name].items()))
-    return found["warm"]["first call"] < found["cold"]["first call"]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2000, help="measured calls of each kind")
-    parser.add_argument("--start", action="store_true", help="measure first calls instead")
-    parser.add_argument("--task", help=argparse.SUPPRESS)
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     arguments = parser.parse_args()
-    if arguments.task:
-        print(json.dumps(first_call(Path(arguments.task))))
-        return
-    good = start() if arguments.start else overhead(arguments.rounds)
-    print("good" if good else "NOT GOOD")
-    sys.exit(not good)
+    sys.exit(report(rows(arguments.rounds), arguments.json) > 0)
 
 
 if __name__ == "__main__":

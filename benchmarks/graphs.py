@@ -524,6 +524,24 @@ def quantized_dynamically(model: onnx.ModelProto) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
 
 
+def halved(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A model in float16 throughout: its weights, constants, casts, inputs and outputs."""
+    halved = onnx.ModelProto()
+    halved.CopyFrom(model)
+    constants = [a.t for node in halved.graph.node for a in node.attribute if a.name == "value"]
+    for tensor in (*halved.graph.initializer, *constants):
+        if tensor.data_type == TensorProto.FLOAT:
+            with np.errstate(over="ignore"):
+                values = np.clip(numpy_helper.to_array(tensor), -65504, 65504).astype(np.float16)
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    for info in (*halved.graph.input, *halved.graph.output):
+        if info.type.tensor_type.elem_type == TensorProto.FLOAT:
+            info.type.tensor_type.elem_type = TensorProto.FLOAT16
+    for attribute in (a for node in halved.graph.node if node.op_type == "Cast" for a in node.attribute):
+        attribute.i = TensorProto.FLOAT16 if attribute.i == TensorProto.FLOAT else attribute.i
+    return halved
+
+
 def mlp(size: int, *, width: int = 2048, seed: int = 0) -> onnx.ModelProto:
     """A stack of square MatMul weights and Relus that holds `size` bytes of weights, rounded up to whole layers."""
     g = Graph("mlp", opset=17, seed=seed)
@@ -569,9 +587,9 @@ def gpt2_inputs(
     return {"input_ids": ids, "attention_mask": mask, "position_ids": places, **cache}
 
 
-def normal_inputs(name: str, shape: Sequence[int], *, seed: int = 0) -> Inputs:
-    """A standard normal float32 input."""
-    return {name: np.random.RandomState(seed).standard_normal(shape).astype(np.float32)}
+def normal_inputs(name: str, shape: Sequence[int], *, seed: int = 0, dtype: Any = np.float32) -> Inputs:
+    """A standard normal input."""
+    return {name: np.random.RandomState(seed).standard_normal(shape).astype(dtype)}
 
 
 def image_inputs(batch: int, *, name: str = "input", size: int = 224, seed: int = 0) -> Inputs:

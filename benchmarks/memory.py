@@ -1,55 +1,81 @@
-"""Compares the memory that Transmuter and ONNX Runtime take to load a model and call it once.
+"""Measures the memory that it takes to load a model and call it once, ours beside ONNX Runtime's.
 
-    python benchmarks/memory.py             # exits with 1 if ours takes more
-    python benchmarks/memory.py --check     # exits with 1 if a loaded model still depends on its file
+    python benchmarks/memory.py --only gpt2       # exits with 1 if a bar is missed
+    python benchmarks/memory.py --check           # exits with 1 if a loaded model still depends on its file
 
-Each measurement is a process of its own. What it takes after its imports and a first trivial call counts, in multiples
-of the weights' bytes: the peak of resident memory, and of the anonymous part of it (without what is mapped from files).
-Needs Linux.
+Each measurement is a process of its own. What counts is its peak of resident memory beyond what it holds after its
+imports and a first trivial call, in multiples of the weights' bytes. Needs Linux.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import os
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import graphs
 import numpy as np
 import onnx
+from bars import Row, report
 
-Call = Callable[[graphs.Inputs], np.ndarray]
-BATCH, WIDTH = 4, 2048
+Call = Callable[[graphs.Inputs], Any]
 
 
-def load_ours(path: Path) -> Call:
+@dataclass(frozen=True)
+class Case:
+    """A model of about 500 MB of weights and an input of it, with the bars for our peak. The options are `load`'s."""
+
+    name: str
+    model: Callable[[], onnx.ModelProto]
+    inputs: graphs.Inputs
+    must: float | None = 1.25
+    storages: tuple[str, ...] = ("inline", "external")
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def cases() -> list[Case]:
+    mlp = functools.partial(graphs.mlp, 500_000_000)
+    bert = functools.partial(graphs.bert, layers=8, hidden=1024, heads=16, ffn=4096)
+    wide_resnet = functools.partial(graphs.resnet, blocks=(3, 4, 23, 3), width=108, size=64)
+    halves = lambda: graphs.halved(graphs.mlp(500_000_000))
+    rows, half_rows = (graphs.normal_inputs("input", (4, 2048), dtype=d) for d in (np.float32, np.float16))
+    own_dtypes = (("compute_type", None),)
+    return [
+        Case("mlp", mlp, rows),
+        Case("bert", bert, graphs.bert_inputs(1, 32)),
+        Case("gpt2", graphs.gpt2, graphs.gpt2_inputs(1, 16)),
+        Case("resnet", wide_resnet, graphs.image_inputs(1, size=64)),
+        Case("float16 as float16", halves, half_rows, storages=("inline",), options=own_dtypes),
+        Case("float16 as float32", halves, half_rows, must=None, storages=("inline",)),
+    ]
+
+
+def load_ours(path: Path, **options: Any) -> Call:
+    import jax
+
     import transmuter
 
-    compiled = transmuter.compile(transmuter.load(path))
-    return lambda inputs: np.asarray(compiled(inputs)["output"])
+    compiled = transmuter.compile(transmuter.load(path, **options))
+    return lambda inputs: jax.tree.map(np.asarray, compiled(inputs))
 
 
-def load_onnxruntime(path: Path) -> Call:
+def load_onnxruntime(path: Path, **_: Any) -> Call:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 2
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    return lambda inputs: session.run(None, inputs)[0]
+    return lambda inputs: session.run(None, inputs)
 
 
-RUNTIMES: dict[str, Callable[[Path], Call]] = {"ours": load_ours, "onnxruntime": load_onnxruntime}
-STORAGES = ("inline", "external")
-SLACK = {"resident": 0.0, "anonymous": 0.01}
-"""By how much of the weights ours may exceed: sampling misses moments, and compiling takes a little of its own."""
+RUNTIMES: dict[str, Callable[..., Call]] = {"ours": load_ours, "onnxruntime": load_onnxruntime}
 
 
 def write(model: onnx.ModelProto, folder: Path, storage: str) -> Path:
@@ -62,142 +88,103 @@ def write(model: onnx.ModelProto, folder: Path, storage: str) -> Path:
     return path
 
 
+def weight_bytes(model: onnx.ModelProto) -> int:
+    return sum(len(t.raw_data) for t in model.graph.initializer)
+
+
 # ---- what a process of its own does --------------------------------------------------------------------------------
 
 
-class Peak:
-    """The largest resident and anonymous memory within a `with` block, above what there was before it."""
-
-    def __enter__(self) -> Peak:
-        Path("/proc/self/clear_refs").write_text("5")  # the kernel's own maximum starts anew
-        self._before = _status()
-        self._anonymous = self._before["RssAnon"]
-        self._done = threading.Event()
-        self._sampler = threading.Thread(target=self._sample)  # of anonymous memory the kernel keeps no maximum
-        self._sampler.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._sampler.join()
-        self.resident = _status()["VmHWM"] - self._before["VmRSS"]
-        self.anonymous = self._anonymous - self._before["RssAnon"]
-
-    def _sample(self) -> None:
-        while not self._done.wait(0.001):
-            self._anonymous = max(self._anonymous, _status()["RssAnon"])
-
-
-def _status() -> dict[str, int]:
+def status() -> dict[str, int]:
     """This process's memory in bytes."""
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     return {line[0].rstrip(":"): 1024 * int(line[1]) for line in lines if line[-1] == "kB"}
 
 
-def _warm_up(load: Callable[[Path], Call], folder: Path) -> None:
-    """Loads and calls a small model, after which imports and thread pools are there."""
-    path = write(graphs.mlp(1, width=64), folder, "warm-up")
-    load(path)(graphs.normal_inputs("input", (1, 64)))
+def peak(runtime: str, case: Case, path: Path) -> int:
+    """The bytes by which resident memory rises at most as the model is loaded and called."""
+    load = functools.partial(RUNTIMES[runtime], **dict(case.options))
+    with tempfile.TemporaryDirectory() as folder:  # after this, imports and thread pools are there
+        small = write(graphs.mlp(1, width=64), Path(folder), "inline")
+        load(small)(graphs.normal_inputs("input", (1, 64)))
+    Path("/proc/self/clear_refs").write_text("5")  # the kernel's own maximum starts anew
+    before = status()["VmRSS"]
+    load(path)(case.inputs)
+    return status()["VmHWM"] - before
 
 
-def measure(runtime: str, path: Path) -> dict[str, Any]:
-    load = RUNTIMES[runtime]
-    inputs = graphs.normal_inputs("input", (BATCH, WIDTH))
-    with tempfile.TemporaryDirectory() as folder:
-        _warm_up(load, Path(folder))
-    with Peak() as peak:
-        start = time.perf_counter()
-        result = load(path)(inputs)
-        seconds = time.perf_counter() - start
-    return {
-        "resident": peak.resident,
-        "anonymous": peak.anonymous,
-        "seconds": seconds,
-        "result": float(np.abs(result).sum()),
-    }
+def survives(how: str, case: Case, path: Path) -> bool:
+    """Whether a model gives the same results if its files are spoilt between loading and the first call."""
+    expected = load_ours(path)(case.inputs)
+    call = load_ours(path)
+    for file in path.parent.iterdir():
+        _SPOILERS[how](file)
+    actual = call(case.inputs)
+    return all(np.array_equal(actual[name], expected[name]) for name in expected)
 
 
-def overwrite(file: Path) -> None:
+def _overwrite(file: Path) -> None:
     with open(file, "r+b") as stream:  # in place: whatever maps the file sees it
         for _ in range(0, file.stat().st_size, 1 << 20):
             stream.write(b"\xff" * (1 << 20))
 
 
-def truncate(file: Path) -> None:
-    os.truncate(file, 0)
+def _truncate(file: Path) -> None:
+    file.write_bytes(b"")
 
 
-SPOILERS: dict[str, Callable[[Path], None]] = {"overwritten": overwrite, "truncated": truncate}
-
-
-def check(how: str, path: Path) -> dict[str, Any]:
-    """Whether a model gives the same result if its files are spoilt between loading and the first call."""
-    inputs = graphs.normal_inputs("input", (BATCH, WIDTH))
-    expected = load_ours(path)(inputs)
-    call = load_ours(path)
-    for file in path.parent.iterdir():
-        SPOILERS[how](file)
-    return {"same": bool(np.array_equal(call(inputs), expected))}
+_SPOILERS: dict[str, Callable[[Path], None]] = {"overwritten": _overwrite, "truncated": _truncate}
 
 
 # ---- the process that starts them ----------------------------------------------------------------------------------
 
 
-def in_own_process(task: str, what: str, path: Path) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--task", task, what, str(path)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        return {"failed": f"exit status {done.returncode}"}
+def in_own_process(task: str, what: str, case: Case, path: Path) -> Any:
+    """What `peak` or `survives` returns there."""
+    command = [sys.executable, __file__, "--task", task, what, case.name, str(path)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(model: onnx.ModelProto, folder: Path) -> bool:
-    """Whether ours takes no more memory than ONNX Runtime, however the weights are stored."""
-    weights = sum(len(t.raw_data) for t in model.graph.initializer)
-    print(f"{weights / 1e6:.0f} MB of weights")
-    print(f"{'weights':<10}{'runtime':<13}{'resident':>10}{'anonymous':>11}{'seconds':>9}")
-    good = True
-    for storage in STORAGES:
-        path = write(model, folder, storage)
-        found = {runtime: in_own_process("measure", runtime, path) for runtime in RUNTIMES}
-        for runtime, peak in found.items():
-            if "failed" in peak:
-                sys.exit(f"{runtime} failed: {peak['failed']}")
-            print(
-                f"{storage:<10}{runtime:<13}{peak['resident'] / weights:>9.3f}x{peak['anonymous'] / weights:>10.3f}x"
-                f"{peak['seconds']:>9.2f}"
-            )
-        good &= np.isclose(found["ours"]["result"], found["onnxruntime"]["result"], rtol=1e-3)
-        good &= all(found["ours"][kind] <= found["onnxruntime"][kind] + s * weights for kind, s in SLACK.items())
-    return good
+def rows(only: str = "") -> Iterator[Row]:
+    """A row for each case and storage whose name contains `only`."""
+    for case in cases():
+        wanted = [storage for storage in case.storages if only in f"{case.name}, {storage}"]
+        model = case.model() if wanted else None
+        for storage in wanted:
+            with tempfile.TemporaryDirectory() as folder:
+                path, size = write(model, Path(folder), storage), weight_bytes(model)
+                ours, theirs = (in_own_process("peak", runtime, case, path) / size for runtime in RUNTIMES)
+            name = f"{case.name}, {storage}, {size / 1e6:.0f} MB"
+            yield Row(name, ours, theirs, "x", ours, case.must, 1.05)
 
 
-def compare_with_spoilt(model: onnx.ModelProto, folder: Path) -> bool:
-    """Whether loaded models give the same results after their files were overwritten or truncated."""
-    good = True
-    for storage in STORAGES:
-        for how in SPOILERS:
-            found = in_own_process("check", how, write(model, folder / how, storage))
-            print(f"{storage:<10}{how:<13}{found}")
-            good &= found.get("same", False)
+def check() -> bool:
+    """Whether a loaded model gives the same results after its files were overwritten or truncated; prints which."""
+    case = cases()[0]
+    model, good = case.model(), True
+    for storage in case.storages:
+        for how in _SPOILERS:
+            with tempfile.TemporaryDirectory() as folder:
+                same = in_own_process("survives", how, case, write(model, Path(folder), storage))
+            print(f"{storage}, {how}: {'the same' if same else 'DIFFERENT'} results", flush=True)
+            good &= same
     return good
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bytes", type=float, default=4e8, help="size of the weights")
+    parser.add_argument("--only", default="", help="run the cases whose name contains this")
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     parser.add_argument("--check", action="store_true", help="only test that loaded models do not need their files")
-    parser.add_argument("--task", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--task", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.task:
-        task, what, path = arguments.task
-        print(json.dumps({"measure": measure, "check": check}[task](what, Path(path))))
+        task, what, name, path = arguments.task
+        case = next(case for case in cases() if case.name == name)
+        print(json.dumps({"peak": peak, "survives": survives}[task](what, case, Path(path))))
         return
-    model = graphs.mlp(int(arguments.bytes), width=WIDTH)
-    with tempfile.TemporaryDirectory() as folder:
-        good = (compare_with_spoilt if arguments.check else compare)(model, Path(folder))
-    print("good" if good else "NOT GOOD")
-    sys.exit(not good)
+    sys.exit(not check() if arguments.check else report(rows(arguments.only), arguments.json) > 0)
 
 
 if __name__ == "__main__":
