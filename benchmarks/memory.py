@@ -30,7 +30,7 @@ Call = Callable[[graphs.Inputs], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A model of about 500 MB of weights and an input of it, with the bars for our peak. The options are `load`'s."""
+    """A model, of about 500 MB of weights if it is of floats, and an input of it, with the bars for our peak. The options are `load`'s."""
 
     name: str
     model: Callable[[], onnx.ModelProto]
@@ -47,6 +47,7 @@ def cases() -> list[Case]:
     halves = lambda: graphs.halved(graphs.mlp(500_000_000))
     rows, half_rows = (graphs.normal_inputs("input", (4, 2048), dtype=d) for d in (np.float32, np.float16))
     own_dtypes = (("compute_type", None),)
+    decoder = lambda vocab: (functools.partial(graphs.qwen3, vocab=vocab), graphs.decoder_inputs(256, vocab=vocab))
     return [
         Case("mlp", mlp, rows),
         Case("bert", bert, graphs.bert_inputs(1, 32)),
@@ -54,6 +55,8 @@ def cases() -> list[Case]:
         Case("resnet", wide_resnet, graphs.image_inputs(1, size=64)),
         Case("float16 as float16", halves, half_rows, storages=("inline",), options=own_dtypes),
         Case("float16 as float32", halves, half_rows, must=None, storages=("inline",)),
+        Case("4-bit decoder", *decoder(151_936), must=1.4, storages=("inline",)),
+        Case("4-bit decoder, few tokens", *decoder(32_768), must=1.4, storages=("inline",)),
     ]
 
 

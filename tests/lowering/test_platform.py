@@ -68,7 +68,14 @@ def test_products_of_integers_are_ynnpacks():
     assert not platform.compiler_options(jax.make_jaxpr(product)(*avals).eqns)
 
 
+def test_the_versions_that_are_not_asked_have_the_options(monkeypatch):
+    monkeypatch.setattr(platform, "_KNOWING", set())
+    platform._are_known.cache_clear()
+    assert platform._are_known()
+
+
 def test_options_that_xla_does_not_know_are_not_asked_for(monkeypatch):
+    monkeypatch.setattr(platform, "_KNOWING", set())
     monkeypatch.setattr(platform, "_YNNPACK_REDUCES", {"xla_cpu_no_such_option": "1"})
     platform._are_known.cache_clear()
     try:

@@ -38,11 +38,13 @@ def in_packing(choice: Packing) -> Iterator[None]:
         packing.reset(token)
 
 
-_ROW = 64
-"""Weights of a column that one step of the loop for a single row multiplies. Measured for 1x1024x3072 in 4 bits on two
-cores: 64 take 0.17 ms, 32 take 0.25 and compile a third faster; ONNX Runtime takes 0.21, float32 unpacked once 0.5."""
+_ROW = 32
+"""Weights of a column that one step of the loop for a single row multiplies: XLA compiles them one by one, in 0.1 s for
+each matrix. With 64 a decoder's step takes 0.93 of the time, but compiling twice as long, and 100 MB more for 29
+matrices."""
 _SINGLE_ROWS = 8
-"""Up to so many rows are multiplied one by one, 0.17 ms each. All of them unpack for 1 ms first, and multiply then."""
+"""Up to so many rows are multiplied one by one, in 0.2 ms each for 1024x3072 weights of 4 bits on two cores (ONNX
+Runtime 0.21, float32 unpacked once 0.5). All of them unpack for 1 ms first, and multiply then."""
 _BLOCK = 2**20
 """How many weights a loop unpacks at a time: 4 MB of float32, which stay in the cache."""
 
