@@ -30,8 +30,7 @@ Call = Callable[[graphs.Inputs], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A model, of about 500 MB of weights if they are floats, and an input of it, with the bars for our peak. The options
-    are `load`'s."""
+    """A model and an input of it, with the bars for our peak. The options are `load`'s."""
 
     name: str
     model: Callable[[], onnx.ModelProto]
