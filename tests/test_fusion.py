@@ -74,12 +74,15 @@ def test_the_smaller_operand_is_scaled():
 @pytest.mark.parametrize(
     "function",
     [
+        lambda q, k: matmul(q, k) * 1e38,
+        lambda q, k: matmul(q, k) / 1e-38,
+        lambda q, k: jnp.matmul(q.astype(np.float16), k.astype(np.float16), preferred_element_type=np.float32) * 0.5,
         lambda q, k: matmul(q, k) * jnp.sum(q),
         lambda q, k: 2 / matmul(q, k),
         lambda q, k: (lambda s: s * 0.5 + s)(matmul(q, k)),
         lambda q, k: matmul(q, k)[:, :1] * 0.5,
     ],
-    ids=["computed", "divided", "used twice", "sliced"],
+    ids=["large", "small", "widened", "computed", "divided", "used twice", "sliced"],
 )
 def test_other_scales_stay(function):
     arguments = normal((9, 4), (4, 11))

@@ -62,16 +62,16 @@ __all__ = [
     "telemetry",
 ]
 
-_MODULES = ("lowering", "telemetry")
+_MODULES = ("lowering", "telemetry", "train")
 _HOMES = ("errors", "model", "segments")
 """The modules that have the other public names; each imports those before it."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     homes = (importlib.import_module(f"{__name__}.{home}") for home in _HOMES)
     globals()[name] = next(getattr(home, name) for home in homes if hasattr(home, name))
     return globals()[name]

@@ -25,6 +25,8 @@ def tie(model: ir.Model, arrays: dict[ir.Value, np.ndarray]) -> None:
     norm) are not tied.
     """
     graph = model.graph
+    if not len(graph):
+        return
     values = [v for v in graph.initializers.values() if v in arrays and _may_be_tied(v, arrays[v])]
     alike = Counter(_kind(arrays[v]) for v in values)
     first: dict[bytes, ir.Value] = {}

@@ -210,13 +210,14 @@ def test_operands_that_do_not_fit():
     batch=BATCHES,
     kinds=st.tuples(st.sampled_from([np.int8, np.uint8]), st.sampled_from([np.int8, np.uint8])),
     zero_points=st.sampled_from([0, 1, 2]),
+    zero_shape=st.sampled_from([(), (1,)]),
 )
-def test_integer_convolutions_are_those_of_onnxruntime(window, grouped, batch, kinds, zero_points):
+def test_integer_convolutions_are_those_of_onnxruntime(window, grouped, batch, kinds, zero_points, zero_shape):
     (rank, attributes), (group, inputs, outputs) = window, grouped
     bounds = [np.iinfo(kind) for kind in kinds]
     shapes = (batch, inputs, *(7, 6, 5)[:rank]), (outputs, inputs // group, *attributes["kernel_shape"])
     x, w = (RANDOM.integers(b.min, b.max + 1, shape, b.dtype) for b, shape in zip(bounds, shapes, strict=True))
-    zeros = [np.array(b.max - 9, b.dtype) for b in bounds][:zero_points]
+    zeros = [np.full(zero_shape, b.max - 9, b.dtype) for b in bounds][:zero_points]
     attributes = {**attributes, "group": group}
     assert_as_onnxruntime("ConvInteger", [x, w, *zeros], attributes, output_types=[6])
 

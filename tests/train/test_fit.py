@@ -143,7 +143,13 @@ def test_a_loss_without_gradients_stops_it():
     [
         ({"batches": []}, "There are no batches in epoch 0"),
         ({"batches": iter(batches(0)), "epochs": 2}, "uses up an iterator"),
+        ({"evaluation": iter(HELD_OUT), "epochs": 2}, "uses up an iterator"),
         ({"patience": 2}, "patience counts evaluations"),
+        ({"evaluation": HELD_OUT, "patience": 0}, "patience is 0"),
+        ({"evaluate_every": 0}, "evaluate_every is 0"),
+        ({"accumulate": 0}, "accumulate=0"),
+        ({"max_norm": -1}, "max_norm=-1"),
+        ({"devices": []}, r"devices=\[\]"),
         ({"trainable": "nothing"}, "No param matches"),
         ({"batch_statistics": True}, "no BatchNormalization"),
     ],

@@ -139,3 +139,9 @@ def test_outputs_are_named():
         losses.contrastive(pooling="max")
     with pytest.raises(transmuter.InputError, match="even number of rows"):
         losses.contrastive("a")({"a": jnp.ones((3, 4))}, {})
+
+
+@pytest.mark.parametrize("label", [-1, 3])
+def test_a_label_that_is_no_class_makes_the_loss_nan(label):
+    loss, _ = losses.cross_entropy()({"y": jnp.ones((2, 3))}, {"labels": np.array([0, label])})
+    assert np.isnan(loss)

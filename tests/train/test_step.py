@@ -105,6 +105,36 @@ def test_gradients_flow_through_a_break():
     np.testing.assert_allclose(found, by_hand(classifier(), optax.adamw(1e-2), 3)[1], rtol=1e-5)
 
 
+def test_a_later_batch_may_reach_a_break():
+    """From 8 rows on a branch is taken whose Reshape needs contents."""
+    shape = helper.make_tensor_value_info("m", TensorProto.FLOAT, ["n", 5])
+    as_it_is = helper.make_graph([helper.make_node("Identity", ["h"], ["m"])], "as_it_is", [], [shape])
+    by_contents = [
+        helper.make_node("ReduceSum", ["h"], ["total"], keepdims=0),
+        helper.make_node("Mul", ["total", "zero"], ["nothing"]),
+        helper.make_node("Cast", ["nothing"], ["none"], to=TensorProto.INT64),
+        helper.make_node("Add", ["none", "sizes"], ["shape"]),
+        helper.make_node("Reshape", ["h", "shape"], ["wide"]),
+        helper.make_node("Reshape", ["wide", "back"], ["m"]),
+    ]
+    reshaped = helper.make_graph(by_contents, "reshaped", [], [shape])
+    middle = [
+        helper.make_node("Shape", ["h"], ["rows"], end=1),
+        helper.make_node("Less", ["rows", "eight"], ["few"]),
+        helper.make_node("Squeeze", ["few"], ["condition"]),
+        helper.make_node("If", ["condition"], ["m"], then_branch=as_it_is, else_branch=reshaped),
+    ]
+    arrays = {"sizes": np.array([4, 10]), "back": np.array([-1, 5]), "zero": np.float32(0), "eight": np.array([8])}
+    constants = tuple(numpy_helper.from_array(np.asarray(a), n) for n, a in arrays.items())
+    step = train.Step(classifier(middle, constants), losses.cross_entropy(), optax.sgd(0.1), trainable=["w?", "b1"])
+    plain = train.Step(classifier(), losses.cross_entropy(), optax.sgd(0.1))
+    states = [step.init(), plain.init()]
+    for rows in (3, 8, 3):
+        batch = {"x": X[:rows], "labels": LABELS[:rows]}
+        (states[0], found), (states[1], wanted) = (s(state, batch) for s, state in zip((step, plain), states))
+        np.testing.assert_allclose(found["loss"], wanted["loss"], rtol=1e-5)
+
+
 def test_a_step_that_is_not_finite_changes_nothing():
     model = classifier()
     step = train.Step(model, losses.cross_entropy(), optax.adamw(1e-2))

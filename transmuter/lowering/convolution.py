@@ -200,6 +200,7 @@ def ConvInteger(x, w, x_zero_point=None, w_zero_point=None, *, auto_pad, dilatio
     by = window(x.shape[2:], kernel_shape or w.shape[2:], strides, pads, dilations, auto_pad)
     _check_fit(x.shape[2:], x.shape[1], w, by, group)
     (x, x_zero), (w, w_zero) = in_int8(x, x_zero_point), in_int8(w, w_zero_point)
+    x_zero, w_zero = (jnp.reshape(zero, ()) if np.size(zero) == 1 else zero for zero in (x_zero, w_zero))
     return jnp.moveaxis(_in_integers(jnp.moveaxis(x, 1, -1), w, x_zero, w_zero, by, group), -1, 1)
 
 

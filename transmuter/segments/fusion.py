@@ -22,6 +22,8 @@ from transmuter.segments.rewriting import Operand, Replacement, View
 
 _FEW_ROWS = 8
 """Up to so many rows, a product takes no longer than reading the matrix that it multiplies."""
+_SCALES = 1e-6, 1e6
+"""A scale between these does not make operands overflow, nor vanish, where their products do not."""
 _SOFTMAX = ["reduce_max", "broadcast_in_dim", "sub", "exp", "reduce_sum", "broadcast_in_dim", "div"]
 
 Products = Callable[..., list[jax.Array]]

@@ -33,6 +33,7 @@ from transmuter.lowering.reasons import break_reason, length_reason
 from transmuter.model import Model
 from transmuter.segments import fusion, preparation
 from transmuter.segments.rewriting import Rule, rewritten
+from transmuter.segments.rounding import rounded_products
 from transmuter.segments.winograd import by_winograd
 
 _WIDE = {np.dtype(t) for t in (np.int64, np.uint64, np.float64, np.complex128)}
@@ -282,7 +283,9 @@ class Segment:
         with self._lock:
             if own_params in self._executables:  # another thread has made it meanwhile
                 return self._executables[own_params]
-            flat = rewritten(self._flat, self._names, _RULES) if own_params else self._flat
+            flat = rewritten(
+                self._flat, self._names, (rounded_products, *_RULES) if own_params else (rounded_products,)
+            )
             cut = preparation.split(flat, self._names, self._inputs, prepare=own_params)
             options: dict[str, Any] = dict(compiler_options(op.equation for op in cut.operations))
             if any(getattr(aval, "dtype", None) in HALVES for aval in self._flat.avals):

@@ -2,7 +2,8 @@
 
 Four neighbouring results come from the same 4 by 4 elements. These, and the kernel, are transformed by sums and
 differences; then every result is a product in the transformed space (Lavin and Gray, 2016, F(2x2, 3x3)). The kernel's
-transform is a prepared weight. In float32 the rounding errors are those of the direct form.
+transform is a prepared weight. In float32 the rounding errors are those of the direct form, relative to the largest
+element of a tile: what a zero of the kernel hides from the direct form, and infinities, count here too.
 """
 
 from __future__ import annotations

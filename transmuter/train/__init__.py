@@ -3,6 +3,11 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+try:
+    import optax  # noqa: F401
+except ImportError as error:
+    raise ImportError("transmuter.train needs optax. Install the extra: pip install 'transmuter[train]'.") from error
+
 from transmuter.train import lora, losses
 from transmuter.train.fit import Fit, fit
 from transmuter.train.lora import with_lora

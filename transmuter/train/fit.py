@@ -117,7 +117,11 @@ def fit(
     """
     if patience is not None and evaluation is None:
         raise InputError("patience counts evaluations. Give evaluation batches.")
-    if isinstance(batches, Iterator) and epochs > 1:
+    counts = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every, "patience": patience}
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise InputError(f"{name} is {count}, but must be at least 1, or None.")
+    if (isinstance(batches, Iterator) or isinstance(evaluation, Iterator)) and epochs > 1:
         raise InputError("One epoch uses up an iterator. Give a list of batches, or a function of the epoch.")
     training, statistics = with_batch_statistics(model) if batch_statistics else (model, {})
     if attention_dropout or dense_dropout:

@@ -283,6 +283,8 @@ def _join(
     node, name = target.node, target.name
     values = []
     for letter, array in zip("AB", factors, strict=True):
+        if f"{name}.lora_{letter}" in graph.initializers:
+            raise InputError(f"{name!r} has an adapter already. Merge it, or adapt the original model.")
         value = ir.Value(name=f"{name}.lora_{letter}", type=ir.TensorType(target.dtype), shape=ir.Shape(array.shape))
         value.const_value = ir.Tensor(array, name=value.name)
         graph.register_initializer(value)

@@ -33,7 +33,8 @@ def cross_entropy(
 
     Args:
         logits: The output with the logits, [..., classes].
-        labels: The entry of the batch with the classes, [...] integers; -100 does not count.
+        labels: The entry of the batch with the classes, [...] integers; -100 does not count, and what is no class makes
+            the loss NaN.
         smoothing: The share of the target that is spread over all classes.
         class_weights: A weight for each class; the loss is then the weighted mean, as in torch.nn.CrossEntropyLoss.
     """
@@ -43,10 +44,12 @@ def cross_entropy(
         _check(wanted, scores.shape[:-1], labels)
         if not jnp.issubdtype(wanted.dtype, jnp.integer):
             raise InputError(f"{labels!r} is {wanted.dtype}, but classes are integers.")
-        counts = wanted != IGNORED
-        wanted = jnp.where(counts, wanted, 0)
+        counts, classes = wanted != IGNORED, scores.shape[-1]
+        is_class = (wanted >= 0) & (wanted < classes)
+        wanted = jnp.clip(wanted, 0, classes - 1)
         log_probabilities = jax.nn.log_softmax(scores)
         each = -jnp.take_along_axis(log_probabilities, wanted[..., None], -1)[..., 0]
+        each = jnp.where(counts & ~is_class, jnp.nan, each)
         weights = counts.astype(scores.dtype)
         if class_weights is not None:
             table = jnp.asarray(class_weights, scores.dtype)

@@ -77,6 +77,11 @@ class Step:
         accumulate: int = 1,
         devices: Sequence[jax.Device] | None = None,
     ):
+        if accumulate < 1 or (max_norm is not None and max_norm <= 0) or (devices is not None and not len(devices)):
+            raise InputError(
+                f"accumulate={accumulate}, max_norm={max_norm}, devices={devices}: give one part and one device at "
+                "least, and a norm above zero (None for none)."
+            )
         self.model, self.loss, self.accumulate = model, loss, accumulate
         self.statistics = dict(statistics or {})
         chosen = model.trainable(trainable or (lambda name, shape: name not in self.statistics))
@@ -122,7 +127,10 @@ class Step:
         if self._breaks is None:
             self._breaks = not self._is_one_piece(state, batch)
         if not self._breaks:
-            return self._whole(state, self._frozen, batch)
+            try:
+                return self._whole(state, self._frozen, batch)
+            except GraphBreakError:  # a batch of another shape may take another branch
+                self._breaks = True
         return self._update_by_segments(state, batch)
 
     def params(self, state: TrainState) -> dict[str, jax.Array]:
