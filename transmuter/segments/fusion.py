@@ -48,10 +48,14 @@ def _scales(view: View, op: Operation) -> Iterator[tuple[Operation, Operand]]:
     orders = {"mul": [op.operands, op.operands[::-1]], "div": [op.operands]}
     for scaled, number in orders.get(op.equation.primitive.name, ()):
         product = view.producer(scaled, "dot_general")
-        is_number = isinstance(number, jex.Literal) and jnp.issubdtype(view.aval(number).dtype, jnp.floating)
-        if product is None or not is_number or view.sole_user(scaled) is not op:
+        if product is None or not isinstance(number, jex.Literal) or view.sole_user(scaled) is not op:
             continue
-        if view.weights.isdisjoint(product.operands):  # a scaled weight would not give the original back
+        kinds = {view.aval(value).dtype for value in (*product.operands, scaled, number)}
+        if len(kinds) > 1 or not jnp.issubdtype(*kinds, jnp.floating):
+            continue
+        is_moderate = _SCALES[0] < abs(float(number.val)) < _SCALES[1]
+        # a scaled weight would not give the original back
+        if is_moderate and view.weights.isdisjoint(product.operands):
             yield product, number
 
 
