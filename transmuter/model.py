@@ -574,8 +574,9 @@ def _lowering(dtypes: Mapping[np.dtype, np.dtype]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _concrete() -> Iterator[None]:
-    """Arrays made in the block are concrete and keep 64-bit types, even while a caller traces."""
-    with jax.ensure_compile_time_eval(), jax.enable_x64(True):
+    """Arrays made in the block are concrete and keep 64-bit types, even while a caller traces. In an eager `shard_map`,
+    `ensure_compile_time_eval` would leave them tracers."""
+    with jax.core.eval_context(), jax.enable_x64(True):
         yield
 
 

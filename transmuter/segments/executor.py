@@ -621,8 +621,7 @@ class CompiledModel:
 
     def _prepare(self, executable: Executable) -> None:
         """Computes the prepared weights that the segment needs and no other has computed yet."""
-        # values are concrete, even while a caller's transform (jit around shard_map) traces
-        with self._building, self._keeping(), jax.ensure_compile_time_eval():
+        with self._building, self._keeping():
             as_they_are = {weight.key for weight in executable.weights} | self._prepared.keys()
             values = []
             for weight, name in zip(executable.weights, executable.names, strict=True):
