@@ -41,12 +41,10 @@ class Row:
         return self.must is not None and not self.figure <= self.must
 
     def __str__(self) -> str:
-        numbers = [f"{x:>{width}.{places}f}" if x is not None else " " * width for x, width, places in self._columns()]
-        ours, theirs, figure, must, aim = numbers
-        return f"{self.name:<36}{ours}{theirs} {self.unit:<4}{figure}{must}{aim}{'  MISSED' if self.misses else ''}"
-
-    def _columns(self) -> list[tuple[float | None, int, int]]:
-        return [(self.ours, 10, 2), (self.theirs, 10, 2), (self.figure, 9, 2), (self.must, 8, 2), (self.aim, 8, 2)]
+        numbers = (self.ours, self.theirs, self.figure, self.must, self.aim)
+        ours, theirs, figure, must, aim = ("" if x is None else f"{x:.2f}" for x in numbers)
+        measures = f"{self.name:<36}{ours:>10}{theirs:>10} {self.unit:<4}"
+        return f"{measures}{figure:>9}{must:>8}{aim:>8}{'  MISSED' if self.misses else ''}"
 
 
 def geometric_mean(rows: Sequence[Row], *, must: float, aim: float) -> Row:

@@ -15,8 +15,10 @@ from transmuter.errors import InputError
 if TYPE_CHECKING:
     from transmuter.model import Model
 
-Choice = str | re.Pattern[str] | Iterable[str | re.Pattern[str]] | Callable[[str, jax.ShapeDtypeStruct], bool]
-"""Names, patterns of names (`fnmatch`, or compiled regular expressions, which are searched), or a predicate."""
+Patterns = str | re.Pattern[str] | Iterable[str | re.Pattern[str]]
+"""One or several names or patterns of names: of `fnmatch`, or compiled regular expressions, which are searched."""
+Choice = Patterns | Callable[[str, jax.ShapeDtypeStruct], bool]
+"""Which params: by patterns, or by a predicate."""
 
 
 class Partition(NamedTuple):
@@ -62,12 +64,16 @@ def partition(model: Model, choice: Choice) -> Partition:
 def _chosen(choice: Choice, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> set[str]:
     if callable(choice):
         return {name for name, shape in shapes.items() if choice(name, shape)}
-    patterns = [choice] if isinstance(choice, (str, re.Pattern)) else list(choice)
-    return {name for name in shapes if any(matches(pattern, name) for pattern in patterns)}
+    return matching(choice, shapes)
 
 
-def matches(pattern: str | re.Pattern[str], name: str) -> bool:
-    """Whether a name is the one given, or fits an `fnmatch` pattern or a regular expression."""
+def matching(patterns: Patterns, names: Iterable[str]) -> set[str]:
+    """Those of the names that are given, or fit an `fnmatch` pattern or a regular expression."""
+    several = [patterns] if isinstance(patterns, (str, re.Pattern)) else list(patterns)
+    return {name for name in names if any(_matches(pattern, name) for pattern in several)}
+
+
+def _matches(pattern: str | re.Pattern[str], name: str) -> bool:
     if isinstance(pattern, re.Pattern):
         return pattern.search(name) is not None
     return name == pattern or fnmatch.fnmatchcase(name, pattern)

@@ -22,6 +22,19 @@ from transmuter.train import losses
 X = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
 LABELS = np.random.default_rng(1).integers(0, 3, 8)
 BATCH = {"x": X, "labels": LABELS}
+BY_CONTENTS = [
+    helper.make_node("ReduceSum", ["h"], ["total"], keepdims=0),
+    helper.make_node("Mul", ["total", "zero"], ["nothing"]),
+    helper.make_node("Cast", ["nothing"], ["none"], to=TensorProto.INT64),
+    helper.make_node("Add", ["none", "sizes"], ["shape"]),
+    helper.make_node("Reshape", ["h", "shape"], ["wide"]),
+    helper.make_node("Reshape", ["wide", "back"], ["m"]),
+]
+"""`m` is `h`, by way of a shape that is computed from contents: a break."""
+CONSTANTS = tuple(
+    numpy_helper.from_array(np.asarray(array), name)
+    for name, array in (("sizes", np.array([4, 10])), ("back", np.array([-1, 5])), ("zero", np.float32(0)))
+)
 
 
 def classifier(middle: list | None = None, constants: tuple = ()) -> transmuter.Model:
@@ -89,17 +102,9 @@ def test_frozen_params_stay():
 
 def test_gradients_flow_through_a_break():
     """The shape of a Reshape is computed from contents."""
-    middle = [
-        helper.make_node("ReduceSum", ["h"], ["total"], keepdims=0),
-        helper.make_node("Mul", ["total", "zero"], ["nothing"]),
-        helper.make_node("Cast", ["nothing"], ["none"], to=TensorProto.INT64),
-        helper.make_node("Add", ["none", "sizes"], ["shape"]),
-        helper.make_node("Reshape", ["h", "shape"], ["wide"]),
-        helper.make_node("Reshape", ["wide", "back"], ["m"]),
-    ]
-    arrays = {"sizes": np.array([4, 10]), "back": np.array([-1, 5]), "zero": np.float32(0)}
-    constants = tuple(numpy_helper.from_array(np.asarray(a), n) for n, a in arrays.items())
-    step = train.Step(classifier(middle, constants), losses.cross_entropy(), optax.adamw(1e-2), trainable=["w?", "b1"])
+    step = train.Step(
+        classifier(BY_CONTENTS, CONSTANTS), losses.cross_entropy(), optax.adamw(1e-2), trainable=["w?", "b1"]
+    )
     _, found = trained(step, 3)
     assert len(transmuter.compile(step.model, {"x": X}).segments) == 2
     np.testing.assert_allclose(found, by_hand(classifier(), optax.adamw(1e-2), 3)[1], rtol=1e-5)
@@ -109,23 +114,14 @@ def test_a_later_batch_may_reach_a_break():
     """From 8 rows on a branch is taken whose Reshape needs contents."""
     shape = helper.make_tensor_value_info("m", TensorProto.FLOAT, ["n", 5])
     as_it_is = helper.make_graph([helper.make_node("Identity", ["h"], ["m"])], "as_it_is", [], [shape])
-    by_contents = [
-        helper.make_node("ReduceSum", ["h"], ["total"], keepdims=0),
-        helper.make_node("Mul", ["total", "zero"], ["nothing"]),
-        helper.make_node("Cast", ["nothing"], ["none"], to=TensorProto.INT64),
-        helper.make_node("Add", ["none", "sizes"], ["shape"]),
-        helper.make_node("Reshape", ["h", "shape"], ["wide"]),
-        helper.make_node("Reshape", ["wide", "back"], ["m"]),
-    ]
-    reshaped = helper.make_graph(by_contents, "reshaped", [], [shape])
+    reshaped = helper.make_graph(BY_CONTENTS, "reshaped", [], [shape])
     middle = [
         helper.make_node("Shape", ["h"], ["rows"], end=1),
         helper.make_node("Less", ["rows", "eight"], ["few"]),
         helper.make_node("Squeeze", ["few"], ["condition"]),
         helper.make_node("If", ["condition"], ["m"], then_branch=as_it_is, else_branch=reshaped),
     ]
-    arrays = {"sizes": np.array([4, 10]), "back": np.array([-1, 5]), "zero": np.float32(0), "eight": np.array([8])}
-    constants = tuple(numpy_helper.from_array(np.asarray(a), n) for n, a in arrays.items())
+    constants = *CONSTANTS, numpy_helper.from_array(np.array([8]), "eight")
     step = train.Step(classifier(middle, constants), losses.cross_entropy(), optax.sgd(0.1), trainable=["w?", "b1"])
     plain = train.Step(classifier(), losses.cross_entropy(), optax.sgd(0.1))
     states = [step.init(), plain.init()]

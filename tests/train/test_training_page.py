@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
 import onnx
 from building import info, model_of
 from onnx import TensorProto, helper, numpy_helper
+from snippets import run_snippets
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 RANDOM = np.random.default_rng(0)
@@ -39,10 +39,5 @@ def test_snippets_run(tmp_path, monkeypatch) -> None:
     ids, labels = RANDOM.integers(0, 20, (32, 5)), RANDOM.integers(0, 3, 32)
     batch = {"input_ids": ids[:16], "attention_mask": np.ones_like(ids[:16]), "labels": labels[:16]}
     names = {"ids": ids, "mask": np.ones_like(ids), "labels": labels, "held_out": [batch], "batch": batch}
-    text = PAGE.read_text()
-    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    assert len(blocks) > 5
-    for block in blocks:
-        line = text.count("\n", 0, block.start(1))
-        exec(compile("\n" * line + block[1], str(PAGE), "exec"), names)
+    run_snippets(PAGE, names)
     assert names["trained"].keys() == {"encoder.layer.5.weight", "classifier.weight"}

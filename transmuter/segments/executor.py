@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import os
-import sys
 import threading
 import time
 import warnings
@@ -28,6 +27,7 @@ from transmuter.lowering.evaluation import Bind, Break, Evaluation, Scope, opera
 from transmuter.lowering.few_bits import Packing, in_packing
 from transmuter.lowering.padding import Padded, cut
 from transmuter.model import Model, checked_key, returned
+from transmuter.progress import bar_class
 from transmuter.segments import explanation
 from transmuter.segments.cache import CacheInfo, SegmentCache, keeping_all, used_weights
 from transmuter.segments.memory import fits_unpacked
@@ -706,15 +706,8 @@ def _failure(segment: Segment, error: Exception) -> ExecutionError:
 
 def _with_progress(jobs: Iterator[Any], total: int, wanted: bool | None) -> Iterable[Any]:
     """`jobs`, with a bar that counts them."""
-    if wanted is False or (wanted is None and not sys.stderr.isatty()):
-        return jobs
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        if wanted:
-            raise
-        return jobs
-    return tqdm(jobs, total=total, desc="compile", unit="shape")
+    tqdm = bar_class(wanted)
+    return jobs if tqdm is None else tqdm(jobs, total=total, desc="compile", unit="shape")
 
 
 def _readable(value: ir.Value, array: Any) -> np.ndarray:

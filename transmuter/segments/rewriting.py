@@ -2,7 +2,7 @@
 
 XLA takes weights for unknown arguments, so that it cannot join or scale them; here it is known which values depend on
 weights alone, and what a rewriting computes of these is prepared once. Only inference is rewritten: with params that a
-caller gives, a segment computes what its lowerings say.
+caller gives, a segment computes what its lowerings say (with its roundings, see `rounding`).
 
 A rule looks for its pattern in a `View` of the trace, and yields what to put in the place of it.
 """
@@ -78,11 +78,11 @@ def rewritten(trace: Trace, weights: Iterable[Ref], rules: Sequence[Rule]) -> Tr
     What a rule replaces is gone for the rules after it, but not for the rule itself: its patterns must not overlap.
     """
     weights = frozenset(weights)
+    view = View(trace, weights)
     for rule in rules:
-        replacements = list(rule(View(trace, weights)))
-        if replacements:
-            trace = _applied(trace, replacements)
-    return trace
+        if replacements := list(rule(view)):
+            view = View(_applied(view.trace, replacements), weights)
+    return view.trace
 
 
 def _applied(trace: Trace, replacements: Iterable[Replacement]) -> Trace:

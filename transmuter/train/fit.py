@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import optax
 from transmuter.errors import InputError, TrainingError
 from transmuter.model import Model
 from transmuter.partition import Choice
+from transmuter.progress import bar_class
 from transmuter.train.losses import Loss
 from transmuter.train.regularization import with_batch_statistics, with_dropout
 from transmuter.train.step import Batch, Evaluator, Step, TrainState
@@ -134,8 +134,8 @@ def fit(
             from transmuter.train.checkpoints import Checkpoints
 
             store = stack.enter_context(Checkpoints(checkpoints, keep=keep))
-        run = _Run(step, Evaluator(model, loss), step.init(seed), evaluation, store, callback)
-        run.evaluate_every, run.checkpoint_every = evaluate_every, checkpoint_every
+        evaluator, state, every = Evaluator(model, loss), step.init(seed), (evaluate_every, checkpoint_every)
+        run = _Run(step, evaluator, state, evaluation, store, callback, *every)
         run.resume()
         run.bar = stack.enter_context(_bar(progress, _total(batches, epochs, steps), run.done))
         run.go(batches, epochs, math.inf if steps is None else steps, math.inf if patience is None else patience)
@@ -152,8 +152,8 @@ class _Run:
     evaluation: Batches | None
     store: Checkpoints | None
     callback: Callable[[Row], object] | None
-    evaluate_every: int | None = None
-    checkpoint_every: int | None = None
+    evaluate_every: int | None
+    checkpoint_every: int | None
     bar: Any = None
     history: list[Row] = field(default_factory=list)
     epoch: int = 0
@@ -270,12 +270,5 @@ class _NoBar:
 
 
 def _bar(progress: bool | None, total: int | None, done: int) -> AbstractContextManager[Any]:
-    if progress or (progress is None and sys.stderr.isatty()):
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            if progress:
-                raise
-        else:
-            return tqdm(total=total, initial=done, desc="train", unit="step")
-    return nullcontext(_NoBar())
+    tqdm = bar_class(progress)
+    return nullcontext(_NoBar()) if tqdm is None else tqdm(total=total, initial=done, desc="train", unit="step")

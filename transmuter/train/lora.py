@@ -21,10 +21,7 @@ import onnx_ir as ir
 
 from transmuter.errors import InputError, ModelError
 from transmuter.model import Model
-from transmuter.partition import matches
-
-Places = str | re.Pattern[str] | Iterable[str | re.Pattern[str]]
-"""Names or patterns of nodes or of their weights, as in `Model.trainable`."""
+from transmuter.partition import Patterns, matching
 
 ADAPTERS = re.compile(r"\.lora_[AB]$")
 """What `trainable=` takes to train the adapters alone."""
@@ -53,7 +50,7 @@ class Adapter:
 
 
 def with_lora(
-    model: Model, places: Places, *, rank: int = 8, alpha: float | None = None, seed: int = 0
+    model: Model, places: Patterns, *, rank: int = 8, alpha: float | None = None, seed: int = 0
 ) -> tuple[Model, list[Adapter]]:
     """A model with adapters beside the weights of some nodes.
 
@@ -80,7 +77,7 @@ def with_lora(
         raise InputError("Adapters are small params. Load the model with trainable=True.")
     if rank < 1:
         raise InputError(f"The rank is {rank}, but must be at least 1.")
-    patterns = [places] if isinstance(places, (str, re.Pattern)) else list(places)
+    places = places if isinstance(places, (str, re.Pattern)) else list(places)
     scale = (rank if alpha is None else alpha) / rank
     random = np.random.default_rng(seed)
     adapters: list[Adapter] = []
@@ -88,7 +85,7 @@ def with_lora(
     def edit(copy: ir.Model, arrays: dict[ir.Value, Any]) -> None:
         for node in list(copy.graph):
             found = _target(node, arrays)
-            if found is not None and any(matches(p, n) for p in patterns for n in (found.name, found.weight.name)):
+            if found is not None and matching(places, (found.name, found.weight.name)):
                 adapters.append(_insert(copy.graph, found, arrays, rank, scale, random))
 
     adapted = model.edited(edit)

@@ -55,9 +55,7 @@ def cross_entropy(
             table = jnp.asarray(class_weights, scores.dtype)
             weights = weights * table[wanted]
             log_probabilities = log_probabilities * table
-            spread = -jnp.mean(log_probabilities, -1) * counts
-        else:
-            spread = -jnp.mean(log_probabilities, -1) * weights
+        spread = -jnp.mean(log_probabilities, -1) * counts
         total = (1 - smoothing) * jnp.sum(each * weights) + smoothing * jnp.sum(spread)
         accuracy = _mean((jnp.argmax(scores, -1) == wanted).astype(scores.dtype), counts)
         return total / _at_least_one(jnp.sum(weights)), {"accuracy": accuracy}

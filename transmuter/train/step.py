@@ -197,8 +197,7 @@ class Step:
         def loss_of(params: dict[str, jax.Array], statistics: Any, part: Batch, key: jax.Array) -> Any:
             outputs = forward({**frozen["params"], **statistics, **params}, frozen["buffers"], part, key)
             moved = {name: jax.lax.stop_gradient(outputs.pop(value)) for name, value in self.statistics.items()}
-            found = self.loss(outputs, part)
-            loss, metrics = found if isinstance(found, tuple) else (found, {})
+            loss, metrics = _with_metrics(self.loss(outputs, part))
             if np.shape(loss):
                 raise InputError(
                     f"The loss has the shape {list(np.shape(loss))}, but a loss is a scalar. Take its mean."
@@ -297,9 +296,13 @@ class Evaluator:
         return {name: total / rows for name, total in sums.items()}
 
     def _metrics(self, outputs: Mapping[str, jax.Array], batch: Batch) -> dict[str, jax.Array]:
-        found = self.loss(outputs, batch)
-        loss, metrics = found if isinstance(found, tuple) else (found, {})
+        loss, metrics = _with_metrics(self.loss(outputs, batch))
         return {"loss": loss, **metrics}
+
+
+def _with_metrics(found: Any) -> tuple[Any, dict[str, Any]]:
+    """What a loss returned, with no metrics where it gave none."""
+    return found if isinstance(found, tuple) else (found, {})
 
 
 def inputs_of(model: Model, batch: Batch) -> dict[str, Any]:
