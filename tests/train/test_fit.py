@@ -67,6 +67,15 @@ def test_evaluation_is_the_mean_over_rows():
         evaluate(original.params, [])
 
 
+def test_a_loss_may_read_inputs_of_the_model():
+    """As the contrastive loss reads the attention mask."""
+    of_inputs = lambda outputs, batch: LOSS(outputs, batch)[0] + batch["x"].mean() ** 2
+    original = model()
+    found = train.Evaluator(original, of_inputs)(original.params, HELD_OUT[:1])
+    _, metrics = train.Step(original, of_inputs, OPTIMIZER)(train.Step(original, LOSS, OPTIMIZER).init(), HELD_OUT[0])
+    assert found["loss"] == pytest.approx(float(metrics["loss"]), rel=1e-5)
+
+
 def test_it_stops_early_with_the_best_params():
     bad = [{"x": b["x"], "labels": (b["labels"] + 1) % 3} for b in HELD_OUT]  # the better it learns, the worse
     result = train.fit(model(), LOSS, batches, OPTIMIZER, epochs=50, evaluation=bad, evaluate_every=2, patience=3)

@@ -287,7 +287,7 @@ class Evaluator:
         sums, rows = {}, 0
         for batch in batches:
             outputs = self._compiled(inputs_of(self.model, batch), params=params)
-            found = self._of_outputs(outputs, {name: x for name, x in batch.items() if name not in self.model.inputs})
+            found = self._of_outputs(outputs, dict(batch))
             count = max((np.shape(x)[0] for x in batch.values() if np.ndim(x)), default=1)
             rows += count
             sums = {name: sums.get(name, 0.0) + count * float(x) for name, x in found.items()}
