@@ -393,8 +393,8 @@ class Program:
                     f"{version} of its domain. Check the opset that the model imports."
                 )
             values[attribute.name] = _python(attribute)
-        schema = registry.schema(domain, node.op_type, version)
         for name in lowering.attributes.keys() - values.keys():
+            schema = registry.schema(domain, node.op_type, version)
             if schema is None or (name in schema.attributes and schema.attributes[name].required):
                 raise ModelError(f"{describe(node)} lacks the attribute {name!r}. Export the model again.")
             values[name] = None

@@ -30,11 +30,14 @@ from transmuter.model import Model, checked_key, returned
 from transmuter.progress import bar_class
 from transmuter.segments import explanation
 from transmuter.segments.cache import CacheInfo, SegmentCache, keeping_all, used_weights
-from transmuter.segments.memory import fits_unpacked
+from transmuter.segments.memory import fits_unpacked, give_back
 from transmuter.segments.moving import moved
 from transmuter.segments.preparation import Weight, evaluate, inverses
 from transmuter.segments.segment import SMALL, Executable, Promote, Segment, Signature, Stage, is_host
 from transmuter.staging import differentiated, exact_dtypes, staged, transposed_exactly
+
+_LONG = 0.2
+"""Seconds from which compiling leaves memory behind that is worth some milliseconds to give back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +106,14 @@ class CompiledModel:
         outputs: Sequence[str] | None = None,
         packed_weights: Packing = "auto",
         keeps_executables: bool = False,
+        transform: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ):
         if cache_size < 1:
             raise ValueError(f"cache_size is {cache_size}, but must be at least 1.")
         if packed_weights not in get_args(Packing):
             raise ValueError(f"packed_weights is {packed_weights!r}, not one of {', '.join(get_args(Packing))}.")
         self.model, self.cache_size = model, cache_size
+        self._transform = transform  # of what each segment computes, before it is compiled
         self._packing = "keep" if packed_weights == "auto" and not fits_unpacked(model) else packed_weights
         self._graph, self._wanted = model.graph, model.values(outputs)
         if isinstance(static_inputs, str):
@@ -304,17 +309,15 @@ class CompiledModel:
         executable = segment.executable(own_params=call.weights is None)
         given = [*(jax.tree.leaves(arguments) if segment.is_nested else arguments), *call.keys]
         arguments.clear()
+        taken = [call.weights[name] for name in executable.names if name]
+        is_traced = any(isinstance(x, Tracer) for x in (*given, *taken))
+        function = executable.function if is_traced else executable.main
         try:
+            if not (is_traced or executable.is_compiled):
+                self._compile_beside(segment, executable, given, call)
             weights = self._weights(segment, executable, call)
-            is_traced = any(isinstance(x, Tracer) for x in given) or (
-                call.weights is not None and any(isinstance(x, Tracer) for x in weights)
-            )
-            function = executable.function if is_traced else executable.main
-            if is_traced:
-                if not call.x64 and segment.is_wide and (differentiated(given) or differentiated(weights)):
-                    function = functools.partial(transposed_exactly, function)
-            elif not executable.is_compiled:
-                self._compile(segment, executable, lambda: function.lower(weights, given))
+            if is_traced and not call.x64 and segment.is_wide and (differentiated(given) or differentiated(weights)):
+                function = functools.partial(transposed_exactly, function)
         except jax.errors.JaxRuntimeError as error:
             raise _failure(segment, error) from error
         carried, emitted = segment.unpack(_launch(segment, function, weights, given, counts=call.counts))
@@ -365,6 +368,19 @@ class CompiledModel:
             flat = _launch(plan.segment, plan.function, plan.weights, arguments)
         return {name: flat[place] for name, place in plan.outputs}
 
+    def _compile_beside(self, segment: Segment, executable: Executable, given: list[Any], call: _Call) -> None:
+        """Compiles an executable for these arguments, and prepares its weights meanwhile, where these are all there is
+        to give and lie where JAX takes uncommitted arrays to lie."""
+        if call.weights is not None or executable.values is not None or self.model.device is not None:
+            weights = self._weights(segment, executable, call)
+            self._compile(segment, executable, lambda: executable.main.lower(weights, given))
+            return
+        lowered = executable.main.lower(executable.shapes, given)
+        with ThreadPoolExecutor(1) as pool:
+            compiling = pool.submit(self._compile, segment, executable, lambda: lowered)
+            self._prepare(executable)
+            compiling.result()
+
     def _compile(self, segment: Segment, executable: Executable, lower: Callable[[], jax.stages.Lowered]) -> None:
         """Compiles an executable, unless that is done, or another thread does it: then it waits."""
         with executable.lock:
@@ -376,6 +392,8 @@ class CompiledModel:
             seconds = time.perf_counter() - started
             segment.compile_seconds += seconds
             executable.is_compiled = True
+        if seconds > _LONG:
+            give_back()
         telemetry.record(telemetry.Compile, seconds, **segment.labels)
 
     # -- ahead of calls
@@ -477,7 +495,7 @@ class CompiledModel:
             params = self.model.shapes["param"] if call.params is None else call.params
             try:
                 with in_packing(self._packing):
-                    segment = Segment(self.model, stage, signature, static, avals, params)
+                    segment = Segment(self.model, stage, signature, static, avals, params, self._transform)
             except Promote as needed:
                 stage.static |= needed.values
                 return None
@@ -548,7 +566,11 @@ class CompiledModel:
         model = self.model
         body = self._bodies.get((graph, outputs))
         if body is None:
-            options = {"cache_size": self.cache_size, "packed_weights": self._packing}
+            options = {
+                "cache_size": self.cache_size,
+                "packed_weights": self._packing,
+                "transform": self._transform,
+            }
             body = self._bodies.setdefault((graph, outputs), _Body(CompiledModel(model, **options)))
             body.compiled._graph, body.compiled._wanted = graph, {str(i): v for i, v in enumerate(outputs)}
         own = () if call.weights is not None else model.weight_values.keys()  # given ones are operands as any other

@@ -35,8 +35,8 @@ def moved(weight: Weight, originals: Mapping[Ref, Any]) -> jax.Array | None:
     for op, form in zip(weight.operations, forms, strict=True):
         [result] = op.results
         values[result] = form([values[operand] for operand in op.operands])
-    [device] = next(iter(originals.values())).devices()
-    return jax.device_put(_contiguous(values[weight.ref]), device, may_alias=True)
+    first = next(iter(originals.values()))
+    return jax.device_put(_contiguous(values[weight.ref]), first.sharding if first.committed else None, may_alias=True)
 
 
 def _is_on_cpu(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -122,7 +123,6 @@ class Segment:
         cut_tally: How often that was, how long it took, and how many bytes the host read.
         hits: How often the cache was asked for it and had it.
         returns_arrays: Whether each requested output is one array, not padded, nor a sequence.
-        largest: The nodes with the largest results, and the bytes of these.
     """
 
     def __init__(
@@ -133,6 +133,7 @@ class Segment:
         static: Mapping[ir.Value, np.ndarray],
         avals: Sequence[Any],
         params: Mapping[str, Any],
+        transform: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ):
         static = {value: array.copy() for value, array in static.items()}  # the caller's own may change
         self.model, self.stage, self.signature, self.static = model, stage, signature, static
@@ -149,14 +150,20 @@ class Segment:
         self._executables: dict[bool, Executable] = {}
         self._lock = threading.Lock()
         started = time.perf_counter()
-        self._trace(static, avals, params)
+        self._trace(static, avals, params, transform)
         for needed in self.breaks:
             _forget_frames(needed)
         self.break_tallies = {needed.node: Tally() for needed in self.breaks}
         self.cut_tally = Tally()
         self.trace_seconds = time.perf_counter() - started
 
-    def _trace(self, static: Mapping[ir.Value, np.ndarray], avals: Sequence[Any], params: Mapping[str, Any]) -> None:
+    def _trace(
+        self,
+        static: Mapping[ir.Value, np.ndarray],
+        avals: Sequence[Any],
+        params: Mapping[str, Any],
+        transform: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
+    ) -> None:
         model, stage = self.model, self.stage
         structure: list[Any] = []
 
@@ -179,7 +186,8 @@ class Segment:
 
         key = jax.eval_shape(lambda: jax.random.key(0)) if model.is_random else None
         weights = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in shapes.values()]
-        flat = preparation.flatten(jax.make_jaxpr(run)(weights, list(avals), key))
+        computed = run if transform is None else transform(run)
+        flat = preparation.flatten(jax.make_jaxpr(computed)(weights, list(avals), key))
         self._structure = structure[0]
         self._flat, self._names, self._inputs = flat, dict(zip(flat.inputs, shapes)), flat.inputs[len(shapes) :]
 
@@ -234,8 +242,10 @@ class Segment:
             needed.update(dict.fromkeys(values))
         produced = {v for item in waiting for v in item.outputs}
         self._work = [item for item in stage.work if isinstance(item, ir.Node) and produced.isdisjoint(item.outputs)]
-        sizes = [(sum(_nbytes(scope[v]) for v in node.outputs if v in scope.values), node) for node in self._work]
-        self.largest = [(describe(node), size) for size, node in sorted(sizes, key=lambda s: -s[0])[:3]]
+        self._results_of = {
+            node: [kind for v in node.outputs if v in scope.values for kind in _kinds(scope.values[v])]
+            for node in self._work
+        }
         weights = self.model.weight_values
         emitted: dict[str, Any] = {}
         for name, value in stage.pending_outputs.items():
@@ -293,7 +303,8 @@ class Segment:
             function = jax.jit(cut.function())
             main = jax.jit(cut.function(), compiler_options=options) if options else function
             names = ["" if own_params or w.operations else w.sources[0][1] for w in cut.weights]
-            self._executables[own_params] = Executable(cut.weights, names, flat.constants, function, main)
+            shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (flat.avals[w.ref] for w in cut.weights)]
+            self._executables[own_params] = Executable(cut.weights, names, shapes, flat.constants, function, main)
             return self._executables[own_params]
 
     @property
@@ -314,6 +325,12 @@ class Segment:
         parts += [f"{value.name} = {_spell_contents(array)}" for value, array in self.static.items()]
         signature = ", ".join(parts) or "no arguments"
         return {"model": self.model.name, "depth": self.stage.depth, "signature": signature}
+
+    @functools.cached_property
+    def largest(self) -> list[tuple[str, int]]:
+        """The nodes with the largest results, and the bytes of these."""
+        sizes = [(sum(map(_nbytes, kinds)), describe(node)) for node, kinds in self._results_of.items()]
+        return [(name, size) for size, name in sorted(sizes, key=lambda s: -s[0])[:3]]
 
     @functools.cached_property
     def operators(self) -> dict[str, tuple[str, ...]]:
@@ -346,6 +363,7 @@ class Executable:
     weights: list[preparation.Weight]
     names: list[str]
     """Of the weights that each call gives, the names; `""` for those in `values`."""
+    shapes: list[jax.ShapeDtypeStruct]
     constants: Mapping[preparation.Ref, Any]
     """Known arrays that tracing captured: weights start from them too."""
     function: Callable[[list[Any], list[Any]], list[Any]]
@@ -386,10 +404,19 @@ def _spell_contents(array: np.ndarray) -> str:
     return str(array.tolist()) if array.size <= SMALL else f"{array.dtype.name}{list(array.shape)} of certain contents"
 
 
-def _nbytes(value: Any) -> int:
-    """The size of an array, or of a sequence's arrays."""
-    leaves = jax.tree.leaves(value)
-    return sum(x.size * x.dtype.itemsize for x in leaves if hasattr(x, "dtype") and hasattr(x.dtype, "itemsize"))
+def _kinds(value: Any) -> list[Any]:
+    """What has the shapes and dtypes of an array, or of a sequence's arrays, and holds on to none that is traced."""
+    leaves = [value] if isinstance(value, (jax.Array, np.ndarray)) else jax.tree.leaves(value)
+    return [
+        x.aval if isinstance(x, jax.Array) else jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for x in leaves
+        if hasattr(x, "dtype")
+    ]
+
+
+def _nbytes(kind: Any) -> int:
+    """The bytes of an array of this shape and dtype; random keys count for nothing."""
+    return math.prod(kind.shape) * getattr(kind.dtype, "itemsize", 0)
 
 
 def is_host(value: Any) -> bool:
