@@ -144,22 +144,32 @@ class Graph:
         pad: int | None = None,
         group: int = 1,
         gain: float = 1.0,
+        bias: bool = True,
     ) -> str:
-        """A convolution with the BatchNormalization after it folded in; `channels` are those in and out."""
+        """A convolution; `channels` are those in and out. With a `bias`, BatchNormalization may be folded into it."""
         pad = kernel // 2 if pad is None else pad
         shape = (channels[1], channels[0] // group, kernel, kernel)
         weight = self.normal(f"{name}.weight", shape, gain * math.sqrt(2 / math.prod(shape[1:])))
+        biases = [self.normal(f"{name}.bias", (channels[1],), 0.1)] if bias else []
         return self.op(
             "Conv",
             x,
             weight,
-            self.normal(f"{name}.bias", (channels[1],), 0.1),
+            *biases,
             dilations=[1, 1],
             group=group,
             kernel_shape=[kernel, kernel],
             pads=[pad] * 4,
             strides=[stride, stride],
         )
+
+    def batch_norm(self, x: str, name: str, channels: int) -> str:
+        """BatchNormalization as it is before training: running statistics of 0 and 1."""
+        scale = self.normal(f"{name}.weight", (channels,), 0.1, mean=1.0)
+        bias = self.normal(f"{name}.bias", (channels,), 0.1)
+        mean = self.weight(f"{name}.running_mean", np.zeros(channels, np.float32))
+        var = self.weight(f"{name}.running_var", np.ones(channels, np.float32))
+        return self.op("BatchNormalization", x, scale, bias, mean, var, epsilon=1e-5, momentum=0.9)
 
 
 def bert(
@@ -171,9 +181,13 @@ def bert(
     vocab: int = 30522,
     positions: int = 512,
     norm: str = "parts",
+    classes: int | None = None,
     seed: int = 0,
 ) -> onnx.ModelProto:
-    """A BERT encoder, by default MiniLM-L6's. LayerNormalization is written by `"parts"` or as one `"op"`."""
+    """A BERT encoder, by default MiniLM-L6's. LayerNormalization is written by `"parts"` or as one `"op"`.
+
+    With `classes` it has a head that classifies the text by its first token.
+    """
     g = Graph("bert", opset={"parts": 14, "op": 17}[norm], seed=seed)
     tokens, attended, types = (
         g.input(name, TensorProto.INT64, ("batch", "sequence"))
@@ -199,7 +213,11 @@ def bert(
         wide = g.gelu(g.linear(x, f"{layer}.intermediate.dense", hidden, ffn))
         wide = g.linear(wide, f"{layer}.output.dense", ffn, hidden)
         x = g.layer_norm(g.op("Add", wide, x), f"{layer}.output.LayerNorm", hidden, 1e-12)
-    return g.model({"last_hidden_state": (x, ("batch", "sequence", hidden))})
+    if classes is None:
+        return g.model({"last_hidden_state": (x, ("batch", "sequence", hidden))})
+    first = g.op("Gather", x, g.constant(0, np.int64), axis=1)
+    pooled = g.op("Tanh", g.classifier(first, "pooler.dense", hidden, hidden))
+    return g.model({"logits": (g.classifier(pooled, "classifier", hidden, classes), ("batch", classes))})
 
 
 def gpt2(
@@ -314,6 +332,33 @@ def resnet(
             y = g.conv(y, f"{name}.conv3", (inner, outer), 1, gain=0.5)
             if i == 0:
                 x = g.conv(x, f"{name}.downsample.0", (channels, outer), 1, stride=stride, gain=0.5)
+            x, channels = g.op("Relu", g.op("Add", y, x)), outer
+    x = g.op("Flatten", g.op("GlobalAveragePool", x), axis=1)
+    return g.model({"output": (g.classifier(x, "fc", channels, classes), ("batch", classes))})
+
+
+def basic_resnet(
+    *, blocks: Sequence[int] = (2, 2, 2, 2), width: int = 64, size: int = 224, classes: int = 1000, seed: int = 0
+) -> onnx.ModelProto:
+    """A residual network of basic blocks, by default ResNet-18, as it is exported to be trained: with
+    BatchNormalization."""
+    g = Graph("basic_resnet", opset=17, seed=seed)
+
+    def normalized(x: str, conv: str, norm: str, channels: tuple[int, int], kernel: int, stride: int) -> str:
+        return g.batch_norm(g.conv(x, conv, channels, kernel, stride=stride, bias=False), norm, channels[1])
+
+    pixels = g.input("input", TensorProto.FLOAT, ("batch", 3, size, size))
+    x = g.op("Relu", normalized(pixels, "conv1", "bn1", (3, width), 7, 2))
+    x = g.op("MaxPool", x, ceil_mode=0, kernel_shape=[3, 3], pads=[1, 1, 1, 1], strides=[2, 2])
+    channels = width
+    for stage, count in enumerate(blocks):
+        outer = width * 2**stage
+        for i in range(count):
+            name, stride = f"layer{stage + 1}.{i}", 2 if i == 0 and stage > 0 else 1
+            y = g.op("Relu", normalized(x, f"{name}.conv1", f"{name}.bn1", (channels, outer), 3, stride))
+            y = normalized(y, f"{name}.conv2", f"{name}.bn2", (outer, outer), 3, 1)
+            if stride > 1 or channels != outer:
+                x = normalized(x, f"{name}.downsample.0", f"{name}.downsample.1", (channels, outer), 1, stride)
             x, channels = g.op("Relu", g.op("Add", y, x)), outer
     x = g.op("Flatten", g.op("GlobalAveragePool", x), axis=1)
     return g.model({"output": (g.classifier(x, "fc", channels, classes), ("batch", classes))})

@@ -1,10 +1,8 @@
-"""`transmuter inspect` and `explain`, `python -m transmuter`, and the example of the README."""
+"""`transmuter inspect` and `explain`, and `python -m transmuter`."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import runpy
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +13,6 @@ from onnx import TensorProto, helper, numpy_helper
 from test_loading import WEIGHT
 
 from transmuter.__main__ import main
-
-ROOT = Path(__file__).parents[1]
 
 
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,16 +36,6 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_inspect_of_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path / "none.onnx")]) == 2
     assert "none.onnx cannot be read" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(importlib.util.find_spec("swift_f0") is None, reason="needs the example's model: swift-f0")
-def test_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(ROOT / "examples" / "quickstart.py"), run_name="__main__")
-    printed = capsys.readouterr().out
-    [pitch] = [float(line.split()[3]) for line in printed.splitlines() if line.startswith("pitch of A4")]
-    assert abs(pitch - 440) < 2
-    [slope] = [float(line.split("=")[1].split()[0]) for line in printed.splitlines() if line.startswith("gradient")]
-    assert abs(slope - 1) < 0.2
 
 
 # ---- explain -------------------------------------------------------------------------------------------------------

@@ -1,31 +1,31 @@
-"""`hf://` addresses, against a stand-in of the Hub's file endpoint on loopback."""
+"""`hf://` addresses, against a stand-in of the Hub's file endpoints on loopback."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 from building import info, model_of
+from hub_stand_in import Fault, Repository, StandIn
 from onnx import helper, numpy_helper
 
 import transmuter
+from transmuter import hub
 
 pytest.importorskip("huggingface_hub")
 WEIGHT = np.arange(2048, dtype=np.float32).reshape(64, 32)
+BIG = np.random.default_rng(0).bytes(12 << 20)  # huggingface_hub writes, and resumes, by 10 MiB
 
 
 @pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server that has `onnx/model.onnx` and its external data in org/repo at the revision main."""
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A model with external data, one whose external data leaves the repository, and a big file."""
     folder = tmp_path_factory.mktemp("repository")
     proto = model_of(
         [helper.make_node("MatMul", ["x", "w"], ["y"])],
@@ -34,44 +34,41 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         [numpy_helper.from_array(WEIGHT, "w")],
     )
     onnx.save(proto, folder / "model.onnx", save_as_external_data=True, location="model.onnx_data", size_threshold=0)
+    outside = onnx.load(folder / "model.onnx", load_external_data=False)
+    outside.graph.initializer[0].external_data[0].value = "../../secret"
+    return {
+        "onnx/model.onnx": (folder / "model.onnx").read_bytes(),
+        "onnx/model.onnx_data": (folder / "model.onnx_data").read_bytes(),
+        "onnx/outside.onnx": outside.SerializeToString(),
+        "big.bin": BIG,
+    }
 
-    class Files(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.answer(with_body=False)
 
-        def do_GET(self) -> None:
-            self.answer(with_body=True)
+@pytest.fixture
+def stand_in(files: dict[str, bytes]) -> Iterator[StandIn]:
+    repositories = {
+        "org/repo": Repository(dict(files), older={"v1": {"config.json": b"old"}}),
+        "org/private": Repository({"model.onnx": b""}, token="hf_right"),
+        "org/gated": Repository({"model.onnx": b""}, token="hf_right", is_gated=True),
+    }
+    with StandIn(repositories) as server:
+        yield server
 
-        def answer(self, *, with_body: bool) -> None:
-            prefix = "/org/repo/resolve/main/onnx/"
-            file = folder / self.path.removeprefix(prefix)
-            if not self.path.startswith(prefix) or not file.is_file():
-                code = "EntryNotFound" if self.path.startswith("/org/repo/resolve/main/") else "RepoNotFound"
-                code = "RevisionNotFound" if self.path.startswith("/org/repo/resolve/v9/") else code
-                self.send_response(404)
-                self.send_header("X-Error-Code", code)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-                return
-            data = file.read_bytes()
-            self.send_response(200)
-            self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
-            self.send_header("X-Repo-Commit", "a" * 40)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            if with_body:
-                self.wfile.write(data)
 
-        def log_message(self, *_: object) -> None:
-            pass
+@pytest.fixture
+def here(stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """The stand-in, which huggingface_hub takes for the Hub in this process, with an empty cache."""
+    from huggingface_hub import constants
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Files)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    monkeypatch.setattr(constants, "ENDPOINT", stand_in.endpoint)
+    template = stand_in.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    return stand_in
+
+
+# ---- settings of the environment -----------------------------------------------------------------------------------
 
 
 def in_a_process(code: str, cache: Path, endpoint: str, **environment: str) -> str:
@@ -96,23 +93,11 @@ print(float(transmuter.run(model, {"x": np.ones((1, 64), np.float32)})["y"].sum(
 """
 
 
-def test_a_model_with_external_data_and_the_cache_offline(endpoint: str, tmp_path: Path) -> None:
-    assert float(in_a_process(LOAD, tmp_path, endpoint)) == WEIGHT.sum()
-    assert float(in_a_process(LOAD, tmp_path, endpoint, HF_HUB_OFFLINE="1")) == WEIGHT.sum()
-
-
-def test_what_is_not_there_is_named(endpoint: str, tmp_path: Path) -> None:
-    code = """
-for address in ("hf://org/repo/onnx/none.onnx", "hf://org/none/model.onnx", "hf://org/repo@v9/onnx/model.onnx"):
-    try:
-        transmuter.load(address)
-    except HubError as error:
-        print(error)
-"""
-    file, repository, revision = in_a_process(code, tmp_path, endpoint).splitlines()
-    assert "no file 'onnx/none.onnx' of org/repo" in file
-    assert "no repository org/none" in repository
-    assert "no revision 'v9'" in revision
+def test_a_model_with_external_data_and_the_cache_offline(stand_in: StandIn, tmp_path: Path) -> None:
+    assert float(in_a_process(LOAD, tmp_path, stand_in.endpoint)) == WEIGHT.sum()
+    asked = len(stand_in.requests)
+    assert float(in_a_process(LOAD, tmp_path, stand_in.endpoint, HF_HUB_OFFLINE="1")) == WEIGHT.sum()
+    assert len(stand_in.requests) == asked
 
 
 def test_an_unreachable_hub_is_named(tmp_path: Path) -> None:
@@ -121,6 +106,124 @@ def test_an_unreachable_hub_is_named(tmp_path: Path) -> None:
         + "\nexcept HubError as error:\n    print(error)"
     )
     assert "cannot be reached" in in_a_process(code, tmp_path, "http://127.0.0.1:9", HF_HUB_OFFLINE="1")
+
+
+# ---- what is cached ------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_downloaded_again_only_when_its_etag_has_changed(here: StandIn, files: dict[str, bytes]) -> None:
+    path = hub.fetch("org/repo", "onnx/model.onnx_data")
+    assert path.read_bytes() == files["onnx/model.onnx_data"]
+    assert hub.fetch("org/repo", "onnx/model.onnx_data") == path
+    assert len(here.gets()) == 1
+
+    here.repositories["org/repo"].files["config.json"] = b"{}"  # another commit, which leaves this file as it was
+    moved = hub.fetch("org/repo", "onnx/model.onnx_data")
+    assert moved != path
+    assert moved.read_bytes() == path.read_bytes()
+    assert len(here.gets()) == 1
+
+    here.repositories["org/repo"].files["onnx/model.onnx_data"] = b"new"
+    assert hub.fetch("org/repo", "onnx/model.onnx_data").read_bytes() == b"new"
+    assert path.read_bytes() == files["onnx/model.onnx_data"]
+    assert len(here.gets()) == 2
+
+
+def test_revisions_are_apart_and_a_commit_that_is_cached_asks_nothing(here: StandIn) -> None:
+    here.repositories["org/repo"].files["config.json"] = b"new"
+    assert hub.fetch("org/repo", "config.json").read_bytes() == b"new"
+    assert hub.fetch("org/repo", "config.json", "v1").read_bytes() == b"old"
+    commit, _ = here.repositories["org/repo"].at("v1")
+    asked = len(here.requests)
+    assert hub.fetch("org/repo", "config.json", commit).read_bytes() == b"old"
+    assert len(here.requests) == asked
+
+
+def test_offline_uses_the_cache_alone(here: StandIn) -> None:
+    path = hub.fetch_model("hf://org/repo/onnx/model.onnx")
+    assert (path.parent / "model.onnx_data").exists()
+    asked = len(here.requests)
+    assert hub.fetch_model("hf://org/repo/onnx/model.onnx", offline=True) == path
+    with pytest.raises(transmuter.HubError, match=r"'big\.bin' of org/repo is not in the cache, and offline"):
+        hub.fetch("org/repo", "big.bin", offline=True)
+    assert len(here.requests) == asked
+
+
+# ---- lost connections ----------------------------------------------------------------------------------------------
+
+
+def test_a_lost_connection_goes_on_where_it_was(here: StandIn) -> None:
+    here.faults.append(Fault("GET", "big.bin", drop_after=11 << 20))
+    path = hub.fetch("org/repo", "big.bin")
+    assert path.read_bytes() == BIG
+    assert [r.range for r in here.gets("big.bin")] == [None, f"bytes={10 << 20}-"]
+
+
+def test_a_connection_that_is_lost_again_and_again_leaves_nothing_behind(
+    here: StandIn, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    here.faults.append(Fault("GET", "model.onnx", times=100, drop_after=50))
+    with pytest.raises(transmuter.HubError, match="could not be downloaded"):
+        hub.fetch_model("hf://org/repo/onnx/model.onnx")
+    assert not list(tmp_path.rglob("*.onnx"))
+    assert not list(tmp_path.rglob("*.incomplete"))
+    here.faults.clear()
+    assert hub.fetch_model("hf://org/repo/onnx/model.onnx").read_bytes() == files["onnx/model.onnx"]
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("hf://org/repo/onnx/none.onnx", r"no file 'onnx/none\.onnx' of org/repo\. Check the path"),
+        ("hf://org/none/model.onnx", "no repository org/none, or it is private. Check the name, or set HF_TOKEN"),
+        ("hf://org/private/model.onnx", "no repository org/private, or it is private"),
+        ("hf://org/gated/model.onnx", "org/gated is gated. Accept its terms"),
+        ("hf://org/repo@v9/onnx/model.onnx", "no revision 'v9'"),
+    ],
+)
+def test_what_cannot_be_had_is_named(here: StandIn, address: str, message: str) -> None:
+    with pytest.raises(transmuter.HubError, match=message):
+        transmuter.load(address)
+
+
+def test_tokens(here: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(transmuter.HubError, match=r"wants a valid token for 'model\.onnx' of org/private"):
+        hub.fetch("org/private", "model.onnx")
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    for name in ("org/private", "org/gated"):
+        assert hub.fetch(name, "model.onnx").read_bytes() == b""
+
+
+def test_too_many_requests_are_waited_for_and_named(
+    here: StandIn, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    here.faults.append(Fault("GET", "model.onnx", status=429, headers={"Retry-After": "7"}))
+    assert hub.fetch_model("hf://org/repo/onnx/model.onnx").read_bytes() == files["onnx/model.onnx"]
+    assert any(seconds >= 7 for seconds in slept)
+    here.faults.append(Fault("HEAD", "big.bin", times=100, status=429, headers={"Retry-After": "7"}))
+    with pytest.raises(transmuter.HubError, match=r"too many requests.* Wait 7 s, or set HF_TOKEN"):
+        hub.fetch("org/repo", "big.bin")
+
+
+@pytest.mark.parametrize(("status", "message"), [(403, "forbids access"), (503, "answered 503.* Try again later")])
+def test_other_refusals(here: StandIn, status: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    here.faults.append(Fault("HEAD", "model.onnx", times=100, status=status))
+    with pytest.raises(transmuter.HubError, match=message):
+        hub.fetch("org/repo", "onnx/model.onnx")
+
+
+def test_external_data_outside_of_the_repository_is_refused(here: StandIn) -> None:
+    with pytest.raises(transmuter.ModelError, match=r"'\.\./\.\./secret', outside of its repository"):
+        hub.fetch_model("hf://org/repo/onnx/outside.onnx")
+    assert not here.gets("secret")
 
 
 @pytest.mark.parametrize("address", ["hf://", "hf://org", "hf://org/repo", "hf://org/repo@main"])

@@ -22,6 +22,7 @@ with deferring(
 if TYPE_CHECKING:
     from transmuter import lowering, telemetry
     from transmuter.errors import (
+        CoverageError,
         ExecutionError,
         GradientError,
         GraphBreakError,
@@ -42,6 +43,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Buckets",
     "CompiledModel",
+    "CoverageError",
     "ExecutionError",
     "GradientError",
     "GraphBreakError",

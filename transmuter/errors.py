@@ -91,5 +91,10 @@ class TrainingError(TransmuterError):
         self.state, self.params = state, params
 
 
+class CoverageError(TransmuterError):
+    """The coverage matrix cannot be made: its list of models is malformed, a model of it cannot be had, or there is no
+    recorded reference."""
+
+
 class RecompileWarning(UserWarning):
     """A compiled model compiles again and again; told once of each. The message says what would help."""

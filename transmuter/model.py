@@ -343,12 +343,22 @@ class Model:
         """A scope for the graph, with the weights and inputs in the dtypes that it computes in."""
         if not jax.config.jax_enable_x64:
             weights = {value: _canonical(value.name, array) for value, array in weights.items()}
-        values: dict[ir.Value, Any] = {**self._constants, **weights, **held}
+        given = {value: self._as_own(value, array) for value, array in {**weights, **held}.items()}
+        values: dict[ir.Value, Any] = {**self._constants, **given}
         if self.compute_type is not None:
             values = {value: _computed(array) for value, array in values.items()}
         if key is None and self.is_random:
             key = jax.random.key(self.seed)
         return evaluation.Scope(values, self.opsets, key=key)
+
+    def _as_own(self, value: ir.Value, array: Any) -> Any:
+        """A param in the dtype that the graph computes the model's own in; a call may give another. Other values stay
+        as they are."""
+        kind, name = self.weight_values.get(value, ("", ""))
+        if kind != "param":
+            return array
+        wanted = canonical(computed(self._store.shape(name).dtype))
+        return array if array.dtype == wanted else cast(array, wanted)
 
     @contextlib.contextmanager
     def naming_disagreements(self, held: Mapping[ir.Value, Any]) -> Iterator[None]:

@@ -25,6 +25,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from transmuter.errors import ModelError
+from transmuter.lifting import lift
 
 Source: TypeAlias = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
 
@@ -344,6 +345,7 @@ def _build(proto: onnx.ModelProto, tensors: _Tensors) -> Weights:
         passes.TopologicalSortPass()(model)
         passes.LiftConstantsToInitializersPass(size_limit=_LIFT_FROM)(model)
         passes.InlinePass(lambda function: _agrees(function, model))(model)
+        lift(model, _LIFT_FROM)
     except Exception as error:
         raise ModelError(f"The graph is malformed: {_reason(error)}. Export the model again.") from error
     arrays = {

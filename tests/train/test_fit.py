@@ -131,7 +131,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 def test_a_loss_that_is_no_number_stops_it_with_the_last_good_state(tmp_path):
     good = batches(0)
     spoilt = [*good[:3], {**good[3], "x": np.full_like(good[3]["x"], np.inf)}, good[4]]
-    message = r"loss of step 3 is nan.*batch 3 of epoch 0.*The state before"
+    message = r"loss of step 3 is nan.*batch 3 of epoch 0.*The last good state is in"
     with pytest.raises(transmuter.TrainingError, match=message) as raised:
         train.fit(model(), LOSS, spoilt, OPTIMIZER, checkpoints=tmp_path)
     expected = train.fit(model(), LOSS, good, OPTIMIZER, steps=3)
@@ -141,16 +141,91 @@ def test_a_loss_that_is_no_number_stops_it_with_the_last_good_state(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
 
 
+def test_exploding_gradients_stop_it(tmp_path):
+    """The loss is a number, but its gradient is none: that of a root at zero."""
+    explodes = lambda outputs, batch: ((outputs["logits"] - outputs["logits"] * batch["grows"]) ** 2).sum() ** 0.5
+    several = [{**batch, "grows": np.float32(1 if i == 2 else 0)} for i, batch in enumerate(batches(0))]
+    with pytest.raises(transmuter.TrainingError, match=r"loss of step 2 is 0, and the norm of its gradients nan"):
+        train.fit(model(), explodes, several, OPTIMIZER, checkpoints=tmp_path)
+    assert int(resumed(tmp_path, several[:2], explodes).state.step) == 2
+
+
+def resumed(folder, given: list[dict], loss=LOSS) -> train.Fit:
+    """What a run that goes on from the checkpoints in a folder ends with; all of its batches are done."""
+    return train.fit(model(), loss, given, OPTIMIZER, checkpoints=folder)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"x": np.zeros((0, 6), np.float32), "labels": np.zeros(0, int)}, "The batch has no rows"),
+        ({"x": np.zeros((16, 6), np.float32), "labels": np.zeros((16, 1), int)}, r"'labels' has the shape \[16, 1\]"),
+        ({"x": np.zeros((16, 6), np.float32)}, "no 'labels' for the loss"),
+        ({}, "The batch is empty"),
+    ],
+)
+def test_a_batch_that_does_not_fit_stops_it_with_the_last_good_state(tmp_path, bad, message):
+    good = batches(0, count=2)
+    whole = f"{message}.*batch 2 of epoch 0.*The last good state is in"
+    with pytest.raises(transmuter.TrainingError, match=whole) as raised:
+        train.fit(model(), LOSS, [*good, bad], OPTIMIZER, checkpoints=tmp_path)
+    expected = train.fit(model(), LOSS, good, OPTIMIZER)
+    jax.tree.map(np.testing.assert_array_equal, raised.value.params, expected.params)
+    jax.tree.map(np.testing.assert_array_equal, resumed(tmp_path, good).params, expected.params)
+    with pytest.raises(transmuter.InputError, match=message):  # the first batch: the call is wrong
+        train.fit(model(), LOSS, [bad, *good], OPTIMIZER, checkpoints=tmp_path / "other")
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError])
+def test_a_run_that_anything_stops_goes_on_from_its_last_step(tmp_path, stop):
+    good = batches(0)
+
+    def failing(epoch):
+        yield from good[:3]
+        raise stop
+
+    with pytest.raises(stop):
+        train.fit(model(), LOSS, failing, OPTIMIZER, checkpoints=tmp_path)
+
+    def interrupted(row):
+        if row["step"] == 4:
+            raise stop
+
+    with pytest.raises(stop):
+        train.fit(model(), LOSS, good, OPTIMIZER, checkpoints=tmp_path, callback=interrupted)
+    result, whole = resumed(tmp_path, good), train.fit(model(), LOSS, good, OPTIMIZER)
+    jax.tree.map(np.testing.assert_array_equal, result.params, whole.params)
+    assert [row["step"] for row in result.history] == [1, 2, 3, 4, 5]
+
+
 def test_a_loss_without_gradients_stops_it():
     constant = lambda outputs, batch: 0 * outputs["logits"].sum() + batch["labels"].mean()
-    with pytest.raises(transmuter.TrainingError, match="does not depend on any trained param"):
-        train.fit(model(), constant, batches, OPTIMIZER)
+    message = "first 5 batches are all zero: the loss does not depend on any trained param"
+    with pytest.raises(transmuter.TrainingError, match=message):
+        train.fit(model(), constant, batches, OPTIMIZER, epochs=2)
+    with pytest.raises(transmuter.TrainingError, match="first 20 batches are all zero"):
+        train.fit(model(), constant, batches(0, count=25), OPTIMIZER)
+
+
+def test_batches_without_labels_do_not_stop_it():
+    first, *others = batches(0)
+    unlabelled = {**first, "labels": np.full_like(first["labels"], -100)}
+    optimizer = optax.sgd(0.1)
+    result = train.fit(model(), LOSS, [unlabelled, *others], optimizer)
+    assert [row["grad_norm"] > 0 for row in result.history] == [False, True, True, True, True]
+    jax.tree.map(np.testing.assert_array_equal, result.params, train.fit(model(), LOSS, others, optimizer).params)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"batches": []}, "There are no batches in epoch 0"),
+        ({"batches": iter([])}, "There are no batches in epoch 0"),
+        ({"batches": lambda epoch: []}, "There are no batches in epoch 0"),
+        ({"evaluation": []}, "There are no batches to evaluate on"),
+        ({"evaluation": [{"x": HELD_OUT[0]["x"][:0], "labels": HELD_OUT[0]["labels"][:0]}]}, "The batch has no rows"),
+        ({"compute_type": "float16"}, "compute_type is 'float16'"),
+        ({"remat": "all"}, "remat is 'all'"),
         ({"batches": iter(batches(0)), "epochs": 2}, "uses up an iterator"),
         ({"evaluation": iter(HELD_OUT), "epochs": 2}, "uses up an iterator"),
         ({"patience": 2}, "patience counts evaluations"),

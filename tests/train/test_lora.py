@@ -175,6 +175,16 @@ def test_shared_weights_are_not_merged():
         lora.merge(original, adapted.params, adapters)
 
 
+def test_a_weight_whose_product_counts_for_nothing_is_not_merged():
+    original = model([node("Gemm", ["x", "w"], ["y"], alpha=0.0)], [normal("w", 16, 8)])
+    adapted, adapters = train.with_lora(original, "w")
+    params = moved(adapted)
+    a, b = (np.asarray(params[name]) for name in (adapters[0].a, adapters[0].b))
+    np.testing.assert_allclose(adapted.apply(params, {"x": X})["y"], X @ a @ b, rtol=1e-4, atol=1e-5)
+    with pytest.raises(transmuter.InputError, match="multiplies by zero, so that it cannot be merged"):
+        lora.merge(original, params, adapters)
+
+
 def test_what_cannot_be_adapted_is_said():
     original = KINDS["MatMul"]()
     with pytest.raises(transmuter.InputError, match=r"matches 'v'. Those that can be are.* /layer/MatMul \(w\)"):

@@ -78,18 +78,26 @@ def test_places_and_shares_are_checked():
             train.with_dropout(plain, **{place: 0.1})
 
 
-def normalised(opset: int) -> transmuter.Model:
+def normalised(opset: int, results: list[str] | None = None, **attributes: int) -> transmuter.Model:
+    """A convolution, and BatchNormalization with these `results`, of which the further ones are outputs."""
+    results = results or ["n"]
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["c"]),
         helper.make_node(
-            "BatchNormalization", ["c", "scale", "bias", "mean", "var"], ["n"], epsilon=1e-3, momentum=0.8
+            "BatchNormalization",
+            ["c", "scale", "bias", "mean", "var"],
+            results,
+            epsilon=1e-3,
+            momentum=0.8,
+            **attributes,
         ),
         helper.make_node("GlobalAveragePool", ["n"], ["p"]),
         helper.make_node("Flatten", ["p"], ["y"]),
     ]
     weights = [weight("w", 3, 2, 1, 1), weight("scale", 3), weight("bias", 3), weight("mean", 3)]
     weights.append(numpy_helper.from_array(np.array([0.5, 1, 2], np.float32), "var"))
-    proto = model_of(nodes, [info("x", ("n", 2, 4, 4))], [info("y", ("n", 3))], weights, opset=opset)
+    outputs = [info("y", ("n", 3)), *(info(name, (3,)) for name in results[1:] if name)]
+    proto = model_of(nodes, [info("x", ("n", 2, 4, 4))], outputs, weights, opset=opset)
     return transmuter.load(proto, trainable=True)
 
 
@@ -110,6 +118,32 @@ def test_batch_statistics_are_those_of_the_batch(opset):
     per = lambda v: v[:, None, None]
     expected = (c - per(mean)) / np.sqrt(per(var) + 1e-3) * per(p["scale"]) + per(p["bias"])
     np.testing.assert_allclose(found["n"], expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("opset", "results", "attributes"),
+    [
+        (17, ["n", "new_mean", "new_var"], {"training_mode": 1}),
+        (17, ["n", "", "new_var"], {"training_mode": 1}),
+        (9, ["n", "new_mean", "new_var"], {}),
+    ],
+)
+def test_nodes_that_train_already_keep_their_outputs(opset, results, attributes):
+    model = normalised(opset, results, **attributes)
+    training, statistics = train.with_batch_statistics(model)
+    expected = model.apply(model.params, {"x": IMAGES})
+    found = training.apply(model.params, {"x": IMAGES}, outputs=[*model.outputs, *statistics.values()])
+    assert statistics["var"] == "new_var"
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array)
+    other, _ = train.with_batch_statistics(normalised(opset))
+    np.testing.assert_array_equal(found["y"], other.apply(model.params, {"x": IMAGES})["y"])
+
+
+def test_saved_statistics_that_are_used_are_named():
+    model = normalised(9, ["n", "new_mean", "new_var", "saved_mean", "saved_var"])
+    with pytest.raises(transmuter.InputError, match="'saved_mean', a saved statistic"):
+        train.with_batch_statistics(model)
 
 
 def test_steps_move_running_statistics_and_train_nothing_of_them(tmp_path):

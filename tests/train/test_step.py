@@ -165,6 +165,9 @@ def check_several_devices() -> None:
     assert len(state.params["w1"].devices()) == 8
     with pytest.raises(transmuter.InputError, match="4 rows, which do not divide into 8"):
         step(state, {"x": X[:4], "labels": LABELS[:4]})
+    options = {"compute_type": "bfloat16", "remat": "dots_saveable"}
+    step = train.Step(classifier(), losses.cross_entropy(), optax.adamw(1e-2), devices=jax.devices(), **options)
+    np.testing.assert_allclose(trained(step, 3)[1], found, rtol=0.01)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +179,10 @@ def check_several_devices() -> None:
         ({"x": X[:0], "labels": LABELS[:0]}, "has no rows"),
         ({"x": X, "labels": LABELS[:, None]}, r"'labels' has the shape \[8, 1\]"),
         ({"x": X, "labels": LABELS.astype(np.float32)}, "classes are integers"),
+        ({**BATCH, "texts": np.array(["a"] * 8)}, "'texts' in the batch is <U1, but a loss takes numbers"),
+        ({**BATCH, "texts": np.array(["a"] * 8, object)}, "'texts' in the batch is object"),
+        ({**BATCH, "masks": [[1, 1], [1]]}, "'masks' in the batch is no array but a list"),
+        ({**BATCH, "extra": None}, "'extra' in the batch is no array but a NoneType"),
     ],
 )
 def test_a_bad_batch_is_named(batch, message):
@@ -190,10 +197,72 @@ def test_a_batch_that_does_not_divide_is_named():
         step(step.init(), BATCH)
 
 
-def test_a_loss_that_is_no_scalar_is_named():
-    step = train.Step(classifier(), lambda outputs, batch: outputs["logits"], optax.sgd(0.1))
-    with pytest.raises(transmuter.InputError, match=r"shape \[8, 3\], but a loss is a scalar"):
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (lambda logits: logits, r"shape \[8, 3\], but a loss is a scalar"),
+        (lambda logits: logits.argmax(), "The loss is int32, which has no gradient"),
+        (lambda logits: None, "The loss is NoneType, but a loss is a scalar"),
+        (lambda logits: (logits.sum(), logits.sum(), {}), "The loss returns a tuple"),
+        (lambda logits: (logits.sum(), {"parts": logits.sum(0)}), r"metric 'parts' has the shape \[3\]"),
+        (lambda logits: (logits.sum(), {"kind": "mean"}), "metric 'kind' is str"),
+        (lambda logits: (logits.sum(), {"loss": logits.sum()}), "a metric 'loss', which every step has itself"),
+        (lambda logits: (logits.sum(), {"grad_norm": logits.sum()}), "a metric 'grad_norm'"),
+        (lambda logits: (logits.sum(), {"finite": True}), "a metric 'finite'"),
+    ],
+)
+def test_a_bad_loss_is_named(found, message):
+    loss = lambda outputs, batch: found(outputs["logits"])
+    step = train.Step(classifier(), loss, optax.sgd(0.1))
+    with pytest.raises(transmuter.InputError, match=message):
         step(step.init(), BATCH)
+    with pytest.raises(transmuter.InputError, match=message):
+        train.Evaluator(step.model, loss)(step.model.params, [BATCH])
+
+
+def doubles() -> transmuter.Model:
+    """A float64 weight, and a constant of that type."""
+    weights = [numpy_helper.from_array(np.full((6, 3), 0.1), "w"), numpy_helper.from_array(np.array(1.0), "one")]
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("Mul", ["a", "one"], ["logits"])]
+    shapes = [info(name, ("n", size), TensorProto.DOUBLE) for name, size in (("x", 6), ("logits", 3))]
+    return transmuter.load(model_of(nodes, shapes[:1], shapes[1:], weights), trainable=True)
+
+
+def test_float64_params_are_trained_as_such_or_refused():
+    model, optimizer = doubles(), optax.sgd(0.1)
+    with pytest.raises(transmuter.InputError, match="param 'w' is float64, which JAX only trains with jax_enable_x64"):
+        train.Step(model, losses.cross_entropy(), optimizer)
+    with jax.enable_x64(True):
+        step = train.Step(model, losses.cross_entropy(), optimizer)
+        state, _ = step(step.init(), {"x": X.astype(np.float64), "labels": LABELS})
+        assert state.params["w"].dtype == np.float64
+        expected = jax.grad(
+            lambda w: optax.softmax_cross_entropy_with_integer_labels(X.astype(np.float64) @ w, LABELS).mean()
+        )(jnp.full((6, 3), 0.1))
+        np.testing.assert_allclose(state.params["w"], 0.1 - 0.1 * expected, rtol=1e-12)
+
+
+def test_a_model_that_takes_strings_is_trained():
+    """What comes of them: a break. A loss does not see them."""
+    attributes = {"ngram_counts": [0], "ngram_indexes": [0, 1, 2], "pool_strings": ["a", "b", "c"], "mode": "TF"}
+    counts = helper.make_node(
+        "TfIdfVectorizer", ["x"], ["t"], min_gram_length=1, max_gram_length=1, max_skip_count=0, **attributes
+    )
+    proto = model_of(
+        [counts, helper.make_node("MatMul", ["t", "w"], ["logits"])],
+        [info("x", ("n", "words"), TensorProto.STRING)],
+        [info("logits", ("n", 3))],
+        [numpy_helper.from_array(np.ones((3, 3), np.float32), "w")],
+    )
+    texts = [["a", "b"], ["b", "b"], ["c", "a"], ["c", "c"]]
+    found = np.array([[text.count(word) for word in "abc"] for text in texts], np.float32)
+    batch = {"x": np.array(texts), "labels": np.array([0, 1, 2, 0])}
+    step = train.Step(transmuter.load(proto, trainable=True), losses.cross_entropy(), optax.sgd(1.0), accumulate=2)
+    state, metrics = step(step.init(), batch)
+    assert float(metrics["loss"]) == pytest.approx(np.log(3), rel=1e-6)
+    expected = found.T @ (np.full((4, 3), 1 / 3) - np.eye(3)[batch["labels"]]) / 4
+    np.testing.assert_allclose(state.params["w"], 1 - expected, atol=1e-6)
+    assert train.Evaluator(step.model, step.loss)(step.params(state), [batch])["loss"] < np.log(3)
 
 
 if __name__ == "__main__":

@@ -6,20 +6,21 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import optax
 
-from transmuter.errors import InputError, TrainingError
+from transmuter.errors import InputError, TrainingError, TransmuterError
 from transmuter.model import Model
 from transmuter.partition import Choice
 from transmuter.progress import bar_class
 from transmuter.train.losses import Loss
 from transmuter.train.regularization import with_batch_statistics, with_dropout
 from transmuter.train.step import Batch, Evaluator, Step, TrainState
+from transmuter.train.transforms import Policy
 
 if TYPE_CHECKING:
     from transmuter.train.checkpoints import Checkpoints
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 Batches = Iterable[Batch] | Callable[[int], Iterable[Batch]]
 """What can be iterated over once per epoch, or a function of the epoch's number that gives such a thing."""
 Row = dict[str, float]
+
+_WITHOUT_GRADIENT = 20
+"""Steps from the first on whose gradients may all be zero, as where no label of a batch counts."""
 
 
 @dataclass
@@ -67,6 +71,8 @@ def fit(
     max_norm: float | None = 1.0,
     accumulate: int = 1,
     devices: Sequence[jax.Device] | None = None,
+    compute_type: str | None = None,
+    remat: str | Policy | None = None,
     seed: int = 0,
     evaluation: Batches | None = None,
     evaluate_every: int | None = None,
@@ -91,12 +97,14 @@ def fit(
         optimizer: An optax optimizer.
         epochs: How often to go through the batches.
         steps: After how many steps to stop, if that comes first.
-        trainable: Which params are trained, as in `Model.trainable`; None is all.
+        trainable: Which params are trained, as in `train.Step`.
         attention_dropout, dense_dropout: As in `train.with_dropout`.
         batch_statistics: Train BatchNormalization on the statistics of the batch (`train.with_batch_statistics`).
         max_norm: The largest global norm of gradients; None leaves them.
         accumulate: Parts of a batch, as in `train.Step`.
         devices: Devices that share each batch, as in `train.Step`.
+        compute_type: `"bfloat16"` for products in bfloat16, as in `train.Step`. Evaluations do without.
+        remat: Which values are kept for the backward pass, as in `train.Step`.
         seed: Of dropout.
         evaluation: Batches to evaluate on, without dropout and with running statistics.
         evaluate_every: After how many steps to evaluate; None is after each epoch.
@@ -111,9 +119,10 @@ def fit(
         The params, the last state and the history.
 
     Raises:
-        TrainingError: A loss or gradient is not finite, or the loss does not depend on what is trained. The error has
-            the last good state, which is in the checkpoints too.
-        InputError: A batch does not fit, or there are none.
+        TrainingError: A loss or gradient is not finite, the loss does not depend on what is trained, or a batch after
+            the first does not fit. The error has the last good state. The checkpoints have it too, also after any other
+            exception: a run that was stopped, by hand or by its batches, goes on from there.
+        InputError: The first batch does not fit, or there are none.
     """
     if patience is not None and evaluation is None:
         raise InputError("patience counts evaluations. Give evaluation batches.")
@@ -127,6 +136,7 @@ def fit(
     if attention_dropout or dense_dropout:
         training = with_dropout(training, attention=attention_dropout, dense=dense_dropout)
     options = {"max_norm": max_norm, "accumulate": accumulate, "devices": devices}
+    options.update(compute_type=compute_type, remat=remat)
     step = Step(training, loss, optimizer, trainable=trainable, statistics=statistics, **options)
     with ExitStack() as stack:
         store = None
@@ -138,7 +148,8 @@ def fit(
         run = _Run(step, evaluator, state, evaluation, store, callback, *every)
         run.resume()
         run.bar = stack.enter_context(_bar(progress, _total(batches, epochs, steps), run.done))
-        run.go(batches, epochs, math.inf if steps is None else steps, math.inf if patience is None else patience)
+        with run.saving():
+            run.go(batches, epochs, math.inf if steps is None else steps, math.inf if patience is None else patience)
     return Fit(run.best_params or step.params(run.state), run.state, run.history, run.best_step)
 
 
@@ -166,6 +177,8 @@ class _Run:
     best_loss: float = math.inf
     without_gain: int = 0
     """How many evaluations have found no lower loss."""
+    start: int = 0
+    """How many steps an earlier run had done."""
 
     def go(self, batches: Batches, epochs: int, steps: float, patience: float) -> None:
         while self.epoch < epochs:
@@ -173,12 +186,12 @@ class _Run:
                 if self.done >= steps or self.without_gain >= patience:
                     break
                 self.make_step(batch)
-                self.batch += 1
                 self.every(self.evaluate_every, self.evaluate)
                 self.every(self.checkpoint_every, self.save)
             else:
                 if not self.batch:
                     raise InputError(f"There are no batches in epoch {self.epoch}.")
+                self.check_gradients(enough=1)
                 if self.evaluate_every is None:
                     self.evaluate()
                 self.epoch, self.batch = self.epoch + 1, 0
@@ -195,25 +208,35 @@ class _Run:
             action()
 
     def make_step(self, batch: Batch) -> None:
-        self.state, metrics = self.step(self.state, batch)
+        try:
+            state, metrics = self.step(self.state, batch)
+        except TransmuterError as error:
+            if self.done == self.start:  # the first one: the call is wrong
+                raise
+            self.fail(f"{error} That was batch {self.batch} of epoch {self.epoch}.", error)
         found = {name: float(x) for name, x in metrics.items()}
+        self.state = state
         if not found.pop("finite"):
-            self.save()
-            kept = f" The state before that step is in {self.store.folder}." if self.store else ""
             self.fail(
                 f"The loss of step {self.done} is {found['loss']:g}, and the norm of its gradients "
                 f"{found['grad_norm']:g} (batch {self.batch} of epoch {self.epoch}). Look for bad values in that "
-                f"batch, or lower the learning rate.{kept}"
+                "batch, or lower the learning rate."
             )
-        if self.done == 0 and found["grad_norm"] == 0:
-            self.fail(
-                "The loss does not depend on any trained param: its gradients are all zero. Choose params on the way "
-                "to the output that the loss is of, and a loss that is not constant."
-            )
-        self.done += 1
+        self.done, self.batch = self.done + 1, self.batch + 1
         self.record(found)
+        self.check_gradients(enough=_WITHOUT_GRADIENT)
         self.bar.update(1)
         self.bar.set_postfix_str(", ".join(f"{name} {x:.4g}" for name, x in found.items()))
+
+    def check_gradients(self, enough: int) -> None:
+        """Raises if all gradients so far are zero, and these are enough to tell."""
+        norms = (row["grad_norm"] for row in self.history if "grad_norm" in row)
+        if self.done >= enough and not any(norms):
+            self.fail(
+                f"The gradients of the first {self.done} batches are all zero: the loss does not depend on any trained "
+                "param, or no label of these batches counts. Choose params on the way to the output that the loss is "
+                "of, and a loss that is not constant."
+            )
 
     def evaluate(self) -> None:
         if self.evaluation is None:
@@ -233,10 +256,22 @@ class _Run:
         if self.callback is not None:
             self.callback(row)
 
-    def fail(self, message: str) -> NoReturn:
-        raise TrainingError(message, state=self.state, params=self.step.params(self.state))
+    def fail(self, message: str, cause: Exception | None = None) -> NoReturn:
+        kept = f" The last good state is in {self.store.folder}." if self.store and self.done > self.start else ""
+        raise TrainingError(f"{message}{kept}", state=self.state, params=self.step.params(self.state)) from cause
 
     # -- checkpoints
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Saves the last state if anything ends the run."""
+        try:
+            yield
+        except BaseException:
+            is_taken = any(array.is_deleted() for array in jax.tree.leaves(self.state))  # by the step that was stopped
+            if self.done > self.start and not is_taken:
+                self.save()
+            raise
 
     _SAVED = ("history", "epoch", "batch", "done", "best_step", "best_loss", "without_gain")
 
@@ -252,6 +287,7 @@ class _Run:
             self.state, self.best_params, progress = found
             for name in self._SAVED:
                 setattr(self, name, progress[name])
+            self.start = self.done
 
 
 def _of_epoch(batches: Batches, epoch: int) -> Iterable[Batch]:

@@ -108,15 +108,13 @@ def merge(model: Model, params: Mapping[str, Any], adapters: Sequence[Adapter]) 
         adapters: From `with_lora`.
 
     Raises:
-        InputError: A weight is quantised, or two adapters share it. Save the adapted model then, adapters and all.
+        InputError: A weight is quantised, or two adapters share it, or its node multiplies its product by zero (Gemm's
+            alpha). Save the adapted model then, adapters and all.
     """
     merged = {name: params[name] for name in model.params}
     done: set[str] = set()
     for adapter in adapters:
-        if not adapter.weight or adapter.weight in done:
-            why = (
-                "stands beside a quantised weight" if not adapter.weight else f"shares {adapter.weight!r} with another"
-            )
+        if (why := _why_not_merged(adapter, done)) is not None:
             raise InputError(
                 f"The adapter of {adapter.node!r} {why}, so that it cannot be merged. Save the adapted model, in which "
                 "adapters are nodes: adapted.save(path, params=...)."
@@ -132,6 +130,14 @@ def merge(model: Model, params: Mapping[str, Any], adapters: Sequence[Adapter]) 
             change = (a @ b).T if adapter.is_transposed else a @ b
         merged[adapter.weight] = (weight + adapter.scale / adapter.gain * change).astype(weight.dtype)
     return merged
+
+
+def _why_not_merged(adapter: Adapter, done: set[str]) -> str | None:
+    if not adapter.weight:
+        return "stands beside a quantised weight"
+    if not adapter.gain:
+        return "stands beside a product that its node multiplies by zero"
+    return f"shares {adapter.weight!r} with another" if adapter.weight in done else None
 
 
 def save(path: str | os.PathLike[str], params: Mapping[str, Any], adapters: Sequence[Adapter]) -> None:

@@ -10,6 +10,7 @@ from flax import nnx
 
 from transmuter.model import Model
 from transmuter.partition import Choice
+from transmuter.train.learned import learned
 
 
 class Frozen(nnx.Variable[jax.Array]):
@@ -36,7 +37,7 @@ class Module(nnx.Module):
         outputs: Sequence[str] | None = None,
         rngs: nnx.Rngs | None = None,
     ):
-        split = model.trainable(trainable or (lambda name, shape: True))
+        split = model.trainable(learned(model) if trainable is None else trainable)
         self.model, self.outputs = nnx.static(model), nnx.static(tuple(outputs or model.outputs))
         self.params = nnx.Dict({name: nnx.Param(array) for name, array in split.trainable.items()})
         self.frozen = nnx.Dict({name: Frozen(array) for name, array in split.frozen.items()})
@@ -71,7 +72,7 @@ def as_nnx(
 
     Args:
         model: From `transmuter.load(..., trainable=True)`, or a training form of it (`train.with_dropout`).
-        trainable: Which params are `nnx.Param`, as in `Model.trainable`; None is all.
+        trainable: Which params are `nnx.Param`, as in `train.Step`.
         outputs: Names of graph outputs or of internal values; None is all outputs.
         rngs: Where a model that draws random numbers gets its keys: the stream `dropout`.
 

@@ -104,6 +104,15 @@ def _insert_dropout(graph: ir.Graph, value: ir.Value, ratio: float) -> None:
         use.node.replace_input_with(use.idx, node.outputs[0])
 
 
+def _check_saved(node: ir.Node) -> None:
+    for value in node.outputs[3:]:  # the statistics of the batch, until version 14
+        if value.uses() or value.is_graph_output():
+            raise InputError(
+                f"{value.name!r}, a saved statistic of {node.name!r} (BatchNormalization), is used by the graph, which "
+                "version 14 of the operator no longer returns. Export the model for opset 14 or later."
+            )
+
+
 def with_batch_statistics(model: Model) -> tuple[Model, dict[str, str]]:
     """A model whose BatchNormalization nodes normalise with the statistics of the batch, as in training.
 
@@ -131,15 +140,19 @@ def with_batch_statistics(model: Model) -> tuple[Model, dict[str, str]]:
                 continue
             kept = {k: v for k, v in node.attributes.items() if k in ("epsilon", "momentum")}
             new = ir.Node(_DOMAIN, node.op_type, node.inputs, list(kept.values()), num_outputs=3, name=node.name)
-            result, mean, var = new.outputs
-            for output, source in ((mean, node.inputs[3]), (var, node.inputs[4])):
-                output.name = f"{node.name or node.outputs[0].name}/{source.name}"
+            _check_saved(node)
+            pairs = [
+                pair for pair in zip(node.outputs[:3], new.outputs) if pair[0].name
+            ]  # more where it trains already
+            prefix = node.name or node.outputs[0].name
+            ir.convenience.replace_nodes_and_values(copy.graph, node, [node], [new], *map(list, zip(*pairs)))
+            for output, source in zip(new.outputs[1:], new.inputs[3:5], strict=True):
+                output.name = output.name or f"{prefix}/{source.name}"
                 statistics[source.name] = output.name
-            ir.convenience.replace_nodes_and_values(copy.graph, node, [node], [new], [node.outputs[0]], [result])
         if not statistics:
             raise InputError(
                 f"{model.name} has no BatchNormalization on weights: the exporter has folded it into convolutions. "
-                "Export the model in training mode to keep it."
+                "Export the model without that to keep it: torch.onnx.export(..., optimize=False)."
             )
         copy.graph.opset_imports.setdefault(_DOMAIN, 1)
 

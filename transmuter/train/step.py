@@ -16,10 +16,16 @@ from transmuter import segments
 from transmuter.errors import GraphBreakError, InputError
 from transmuter.model import Model
 from transmuter.partition import Choice, Partition
+from transmuter.segments.cache import use_persistent_cache
+from transmuter.segments.executor import CompiledModel
+from transmuter.train.learned import learned
 from transmuter.train.losses import Loss
+from transmuter.train.transforms import Policy, memory_first, transform
 
 Batch = Mapping[str, Any]
 """Arrays by name: the model's inputs, and what the loss reads. The first dimension of each is that of the batch."""
+
+_OWN_METRICS = ("loss", "grad_norm", "finite")
 
 
 @jax.tree_util.register_dataclass
@@ -29,8 +35,8 @@ class TrainState:
 
     Attributes:
         step: How many steps have been made, an int32 scalar.
-        params: The trained params by name, in the dtypes of the model.
-        statistics: Running statistics by name (`train.with_batch_statistics`).
+        params: The trained params by name, in float32 where the model's own are float16 or bfloat16.
+        statistics: Running statistics by name (`train.with_batch_statistics`), in the same dtypes.
         optimizer: The optimizer's state.
         key: The random key that dropout draws from, with the number of the step folded in.
     """
@@ -54,15 +60,22 @@ class Step:
         model: From `transmuter.load(..., trainable=True)`, or a training form of it (`train.with_dropout`).
         loss: A function of the model's outputs and the batch: a scalar, or a pair of it and a dict of metrics.
         optimizer: An optax optimizer.
-        trainable: Which params are trained, as in `Model.trainable`; None is all but running statistics.
+        trainable: Which params are trained, as in `Model.trainable`; None is all but constants of the graph and running
+            statistics (`learned.learned` says what it takes for these).
         statistics: For each running statistic the name of the value that replaces it after a step.
         max_norm: Gradients whose global norm is larger are scaled down to it; None leaves them.
         accumulate: Splits each batch into so many parts, one after the other, and takes the mean of their gradients:
             less memory for the same step, as far as the loss is a mean over rows.
         devices: Devices that share each batch; the state is on all of them. None is the default device.
+        compute_type: `"bfloat16"` computes matrix products and convolutions, forwards and backwards, in bfloat16, as
+            `torch.autocast` does; all else, params, gradients and the optimizer stay in float32. No loss needs to be
+            scaled: bfloat16 has the range of float32. None computes as the model does without training.
+        remat: A policy of `jax.checkpoint`, for less memory and more time: values inside of blocks of the graph that it
+            does not keep are computed again in the backward pass. `"nothing_saveable"` keeps the least,
+            `"dots_saveable"` the results of matrix products; or such a function. None keeps all.
 
     Raises:
-        InputError: No param is trained, or a name is unknown.
+        InputError: No param is trained, a name is unknown, or a param is float64 where JAX has no such type.
     """
 
     def __init__(
@@ -76,7 +89,10 @@ class Step:
         max_norm: float | None = None,
         accumulate: int = 1,
         devices: Sequence[jax.Device] | None = None,
+        compute_type: str | None = None,
+        remat: str | Policy | None = None,
     ):
+        self._transform = transform(compute_type, remat)
         if accumulate < 1 or (max_norm is not None and max_norm <= 0) or (devices is not None and not len(devices)):
             raise InputError(
                 f"accumulate={accumulate}, max_norm={max_norm}, devices={devices}: give one part and one device at "
@@ -84,9 +100,15 @@ class Step:
             )
         self.model, self.loss, self.accumulate = model, loss, accumulate
         self.statistics = dict(statistics or {})
-        chosen = model.trainable(trainable or (lambda name, shape: name not in self.statistics))
+        chosen = model.trainable(learned(model) - self.statistics.keys() if trainable is None else trainable)
         if both := chosen.trainable.keys() & self.statistics.keys():
             raise InputError(f"{sorted(both)[0]!r} is a running statistic. Do not train it.")
+        for name, array in chosen.trainable.items():
+            if array.dtype == np.float64 and not jax.config.jax_enable_x64:
+                raise InputError(
+                    f"The param {name!r} is float64, which JAX only trains with jax_enable_x64. Set that, or choose "
+                    "params without it (trainable=)."
+                )
         self._partition = Partition(
             chosen.trainable, {k: v for k, v in chosen.frozen.items() if k not in self.statistics}
         )
@@ -97,10 +119,12 @@ class Step:
         self._split = None if mesh is None else NamedSharding(mesh, PartitionSpec("batch"))
         self._frozen = self._placed({"params": self._partition.frozen, "buffers": model.buffers})
         self._wanted = [*model.outputs, *self.statistics.values()]
-        self._whole = jax.jit(self._update, donate_argnums=0)
+        self._whole = jax.jit(
+            self._update, donate_argnums=0, compiler_options=None if remat is None else memory_first()
+        )
         self._apply_gradients = jax.jit(self._updated, donate_argnums=0)
-        self._compiled: segments.CompiledModel | None = None
-        self._breaks: bool | None = None
+        self._compiled: CompiledModel | None = None
+        self._breaks: bool | None = True if any(_is_text(model, name) for name in model.inputs) else None
 
     def init(self, seed: int | jax.Array = 0) -> TrainState:
         """The state before the first step, with copies of the model's params.
@@ -109,8 +133,8 @@ class Step:
             seed: An integer or a JAX random key, from which dropout draws.
         """
         key = jax.random.key(seed) if isinstance(seed, (int, np.integer)) else seed
-        params = {name: jnp.copy(array) for name, array in self._partition.trainable.items()}
-        statistics = {name: jnp.copy(self.model.weight(name)) for name in self.statistics}
+        params = {name: _master(array) for name, array in self._partition.trainable.items()}
+        statistics = {name: _master(self.model.weight(name)) for name in self.statistics}
         state = TrainState(jnp.zeros((), jnp.int32), params, statistics, self.optimizer.init(params), jnp.copy(key))
         return self._placed(state)
 
@@ -144,27 +168,21 @@ class Step:
         return tree if self._replicated is None else jax.device_put(tree, self._replicated)
 
     def _checked(self, batch: Batch) -> dict[str, Any]:
-        if not batch:
-            raise InputError("The batch is empty. Give a dict with the model's inputs and what the loss reads.")
-        missing = [name for name in self.model.inputs if name not in batch]
-        if missing:
-            raise InputError(f"The batch has no {missing[0]!r}, which is an input of the model.")
+        arrays = _arrays(self.model, batch)
         parts = self.accumulate * (1 if self._split is None else len(self._split.mesh.devices))
-        for name, array in batch.items():
-            shape = np.shape(array)
-            if shape and not shape[0]:
-                raise InputError(f"The batch has no rows: {name!r} has the shape {list(shape)}.")
-            if shape and shape[0] % parts:
+        for name, array in arrays.items():
+            if np.ndim(array) and len(array) % parts:
                 raise InputError(
-                    f"{name!r} has {shape[0]} rows, which do not divide into {parts} parts (accumulate times devices). "
-                    "Drop the last batch, or fill it up."
+                    f"{name!r} has {len(array)} rows, which do not divide into {parts} parts (accumulate times "
+                    "devices). Drop the last batch, or fill it up."
                 )
-        arrays = dict(batch)
-        if self._split is not None:
-            arrays = {
-                name: jax.device_put(x, self._split if np.ndim(x) else self._replicated) for name, x in arrays.items()
-            }
-        return arrays
+        return arrays if self._split is None else {name: self._shared(array) for name, array in arrays.items()}
+
+    def _shared(self, array: Any) -> Any:
+        """An entry of a batch on all devices, its rows split among them."""
+        if array.dtype == object:
+            return array
+        return jax.device_put(array, self._split if np.ndim(array) else self._replicated)
 
     def _is_one_piece(self, state: TrainState, batch: Batch) -> bool:
         try:
@@ -174,12 +192,21 @@ class Step:
         return True
 
     def _in_one_piece(self, params: Any, buffers: Any, batch: Batch, key: jax.Array) -> dict[str, Any]:
+        def forward(params: Any, buffers: Any, inputs: Any, key: jax.Array | None) -> dict[str, Any]:
+            return self.model.apply(params, inputs, buffers=buffers, key=key, outputs=self._wanted)
+
         key = key if self.model.is_random else None
-        return self.model.apply(params, inputs_of(self.model, batch), buffers=buffers, key=key, outputs=self._wanted)
+        forward = forward if self._transform is None else self._transform(forward)
+        return forward(params, buffers, inputs_of(self.model, batch), key)
 
     def _through_segments(self, params: Any, buffers: Any, batch: Batch, key: jax.Array) -> dict[str, Any]:
         if self._compiled is None:
-            self._compiled = segments.compile(self.model, outputs=self._wanted)
+            self._compiled = CompiledModel(
+                self.model,
+                outputs=self._wanted,
+                keeps_executables=use_persistent_cache(None),
+                transform=self._transform,
+            )
         key = key if self.model.is_random else None
         return self._compiled(inputs_of(self.model, batch), params=params, buffers=buffers, key=key)
 
@@ -198,10 +225,6 @@ class Step:
             outputs = forward({**frozen["params"], **statistics, **params}, frozen["buffers"], part, key)
             moved = {name: jax.lax.stop_gradient(outputs.pop(value)) for name, value in self.statistics.items()}
             loss, metrics = _with_metrics(self.loss(outputs, part))
-            if np.shape(loss):
-                raise InputError(
-                    f"The loss has the shape {list(np.shape(loss))}, but a loss is a scalar. Take its mean."
-                )
             return loss, (metrics, moved)
 
         return jax.value_and_grad(loss_of, has_aux=True)(state.params, statistics, batch, key)
@@ -286,9 +309,10 @@ class Evaluator:
         """
         sums, rows = {}, 0
         for batch in batches:
-            outputs = self._compiled(inputs_of(self.model, batch), params=params)
-            found = self._of_outputs(outputs, dict(batch))
-            count = max((np.shape(x)[0] for x in batch.values() if np.ndim(x)), default=1)
+            arrays = _arrays(self.model, batch)
+            outputs = self._compiled(inputs_of(self.model, arrays), params=params)
+            found = self._of_outputs(outputs, {name: x for name, x in arrays.items() if x.dtype != object})
+            count = max((len(x) for x in arrays.values() if np.ndim(x)), default=1)
             rows += count
             sums = {name: sums.get(name, 0.0) + count * float(x) for name, x in found.items()}
         if not rows:
@@ -300,9 +324,78 @@ class Evaluator:
         return {"loss": loss, **metrics}
 
 
-def _with_metrics(found: Any) -> tuple[Any, dict[str, Any]]:
-    """What a loss returned, with no metrics where it gave none."""
-    return found if isinstance(found, tuple) else (found, {})
+def _arrays(model: Model, batch: Batch) -> dict[str, Any]:
+    """A batch as arrays.
+
+    Raises:
+        InputError: It lacks an input of the model, has no rows, or holds what is no array of numbers.
+    """
+    if not batch:
+        raise InputError("The batch is empty. Give a dict with the model's inputs and what the loss reads.")
+    if missing := [name for name in model.inputs if name not in batch]:
+        raise InputError(f"The batch has no {missing[0]!r}, which is an input of the model.")
+    arrays = {name: _array(model, name, entry) for name, entry in batch.items()}
+    for name, array in arrays.items():
+        if np.ndim(array) and not len(array):
+            raise InputError(f"The batch has no rows: {name!r} has the shape {list(array.shape)}.")
+    return arrays
+
+
+def _array(model: Model, name: str, entry: Any) -> Any:
+    if isinstance(entry, jax.Array):
+        return entry
+    try:
+        array = np.asarray(entry) if isinstance(entry, (np.ndarray, np.generic, int, float, list, tuple)) else None
+    except ValueError:  # rows of different lengths
+        array = None
+    if array is None:
+        kind = type(entry).__name__
+        raise InputError(f"{name!r} in the batch is no array but a {kind}. Give a NumPy or JAX array of numbers.")
+    if array.dtype.kind in "OUST" and _is_text(model, name):
+        return array.astype(object)
+    if array.dtype.kind in "OUSTMm":
+        raise InputError(
+            f"{name!r} in the batch is {array.dtype}, but a loss takes numbers. Leave it out, or give numbers (the ids "
+            "of a text's tokens)."
+        )
+    return array
+
+
+def _is_text(model: Model, name: str) -> bool:
+    """Whether this is an input of the model which takes strings."""
+    return name in model.inputs and model.inputs[name].dtype == object
+
+
+def _with_metrics(found: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """What a loss returned, with no metrics where it gave none.
+
+    Raises:
+        InputError: It is no real scalar, or a pair of one and a dict of scalars under names of their own.
+    """
+    pair = found if isinstance(found, tuple) else (found, {})
+    if len(pair) != 2 or not isinstance(pair[1], Mapping):
+        raise InputError("The loss returns a tuple. Return a scalar, or a pair of it and a dict of metrics.")
+    loss, metrics = pair
+    _check_scalar("The loss", "a loss", loss)
+    if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise InputError(f"The loss is {jnp.result_type(loss)}, which has no gradient. Return a real number.")
+    for name, value in metrics.items():
+        if name in _OWN_METRICS:
+            raise InputError(f"The loss returns a metric {name!r}, which every step has itself. Give it another name.")
+        _check_scalar(f"The metric {name!r}", "a metric", value)
+    return loss, dict(metrics)
+
+
+def _check_scalar(what: str, kind: str, value: Any) -> None:
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic, int, float)):
+        raise InputError(f"{what} is {type(value).__name__}, but {kind} is a scalar. Return a number.")
+    if np.shape(value):
+        raise InputError(f"{what} has the shape {list(np.shape(value))}, but {kind} is a scalar. Take its mean.")
+
+
+def _master(array: jax.Array) -> jax.Array:
+    """A copy in float32 at least: small updates are lost in half precision."""
+    return jnp.array(array, jnp.promote_types(array.dtype, jnp.float32), copy=True)
 
 
 def inputs_of(model: Model, batch: Batch) -> dict[str, Any]:

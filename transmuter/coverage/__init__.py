@@ -1,0 +1,1 @@
+"""The coverage matrix, `python -m transmuter.coverage`: which models run, and whether they match ONNX Runtime."""
