@@ -106,8 +106,8 @@ def main(arguments: list[str] | None = None) -> None:
         model.save(tuned, params=train.lora.merge(model, result.params, adapters))
 
     again, _ = train.lora.load(options.out / "adapters.safetensors", model)
-    perplexity = train.Evaluator(again, loss)(again.params, [held_out])["perplexity"]
-    print(f"reloaded       perplexity {perplexity:.2f}, of the base model with adapters.safetensors")
+    reloaded = evaluate(again.params, [held_out])
+    print(f"reloaded       perplexity {reloaded['perplexity']:.2f}, of the base model with adapters.safetensors")
     _, metrics = loss({"logits": in_runtime(tuned)(held_out["input_ids"])}, held_out)
     print(f"ONNX Runtime   perplexity {metrics['perplexity']:.2f}, of tuned.onnx")
     print(f"it wrote       {write_names(in_runtime(base))}")

@@ -1,4 +1,4 @@
-"""First names and surnames from Wikidata, which the package arabic-name-romanizer ships: data for two examples."""
+"""First names and surnames that the package arabic-name-romanizer ships: data for two examples."""
 
 from __future__ import annotations
 

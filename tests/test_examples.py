@@ -76,7 +76,7 @@ def test_finetune_embeddings(run: Callable[..., dict[str, str]]) -> None:
 @needs("arabic_name_romanizer", "matplotlib")
 @pytest.mark.parametrize("options", [[], ["--qlora"]], ids=["lora", "qlora"])
 def test_lora_lm(run: Callable[..., dict[str, str]], options: list[str], tmp_path: Path) -> None:
-    lines = run("lora_lm", "--steps", "6", "--pretraining", "8", *options)
+    lines = run("lora_lm", "--steps", "4", "--pretraining", "2", *options)
     [before], [after] = (figures(lines[at], "perplexity") for at in ("before", "after"))
     assert after < before
     for reloaded in ("reloaded", "ONNX Runtime"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +29,8 @@ CHECKPOINT = jax.make_jaxpr(jax.checkpoint(lambda x: 2 * x))(1.0).jaxpr.eqns[0].
 HIDDEN, TOKENS = 32, 16
 
 
-def encoder(layers: int = 3) -> transmuter.Model:
+@functools.cache
+def encoder(layers: int) -> transmuter.Model:
     """Layers of self-attention and two dense ones, each normalised after its residual, with weights of their own."""
     random = np.random.default_rng(0)
     weights: list[onnx.TensorProto] = []
@@ -68,9 +70,10 @@ def batch(rows: int = 4) -> dict[str, np.ndarray]:
 LOSS = losses.regression("y", labels="target")
 
 
-def gradients(model: transmuter.Model, **options: Any) -> tuple[dict[str, np.ndarray], float]:
+@functools.cache
+def gradients(**options: Any) -> tuple[dict[str, np.ndarray], float]:
     """Those of a step, which its optimizer keeps, and its loss."""
-    step = train.Step(model, LOSS, optax.trace(0.0), **options)
+    step = train.Step(encoder(3), LOSS, optax.trace(0.0), **options)
     state, metrics = step(step.init(), batch())
     _, kept = state.optimizer
     return jax.tree.map(np.asarray, kept.trace), float(metrics["loss"])
@@ -108,9 +111,8 @@ def test_products_forwards_and_backwards_are_in_bfloat16(options):
 
 
 def test_gradients_in_bfloat16_are_close(tmp_path):
-    model = encoder()
-    expected, loss = gradients(model)
-    found, loss_found = gradients(model, **BFLOAT16)
+    expected, loss = gradients()
+    found, loss_found = gradients(**BFLOAT16)
     assert loss_found == pytest.approx(loss, rel=1e-3)
     for name, array in found.items():
         cosine = np.vdot(array, expected[name]) / np.linalg.norm(array) / np.linalg.norm(expected[name])
@@ -136,7 +138,7 @@ def test_training_in_bfloat16_converges_as_in_float32(tmp_path):
     np.testing.assert_array_equal(written["0.up"], state.params["0.up"])
 
 
-@pytest.mark.parametrize("options", [BFLOAT16, REMAT, BOTH])
+@pytest.mark.parametrize("options", [REMAT, BOTH])
 @pytest.mark.parametrize("kind", ["accumulate", "break", "dropout"])
 def test_they_go_together_with_everything_else(kind, options):
     """A step with `options` and one without have the same loss, and one after it."""
@@ -258,11 +260,10 @@ def test_half_exports_are_trained_in_float32(dtype, compute_type, tmp_path):
 # ---- values computed again -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable", jax.checkpoint_policies.everything_saveable])
+@pytest.mark.parametrize("policy", ["nothing_saveable", jax.checkpoint_policies.dots_with_no_batch_dims_saveable])
 def test_gradients_are_those_without(policy):
-    model = encoder()
-    expected, loss = gradients(model)
-    found, loss_found = gradients(model, remat=policy)
+    expected, loss = gradients()
+    found, loss_found = gradients(remat=policy)
     assert loss_found == pytest.approx(loss, rel=1e-6)
     for name, array in found.items():
         np.testing.assert_allclose(array, expected[name], atol=1e-6 * np.abs(expected[name]).max() + 1e-8)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+from onnx import numpy_helper
 
 from transmuter.coverage import inputs as made_inputs
 from transmuter.coverage.catalogue import Entry
@@ -19,7 +20,9 @@ from transmuter.coverage.verdicts import HALF, difference
 from transmuter.errors import CoverageError
 
 _STEP = 1e-7
-"""By so much of themselves, up or down, float inputs are changed for the noise."""
+"""By so much of themselves, up or down, float inputs and weights are changed for the noise."""
+_LARGE = 1 << 30
+"""Bytes from which on a model is not changed in memory."""
 _DRAWS = 6
 """So often they are changed, as one draw may happen to cross no step of a quantised graph."""
 
@@ -71,21 +74,38 @@ def is_half(model: onnx.ModelProto) -> bool:
 def _noise(
     source: Path | bytes, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, Any], half: bool
 ) -> dict[str, float]:
-    """How far ONNX Runtime is from itself: optimised, and with its float inputs changed a little."""
-    signs = np.random.default_rng(0)
-    has_floats = any(x.dtype.kind == "f" for x in inputs.values())
-    runs = [onnxruntime_outputs(source, inputs, list(outputs), optimised=True)]
-    for _ in range(_DRAWS if has_floats else 0):
-        moved = {
-            name: np.asarray(x * (1 + _STEP * signs.choice([-1, 1], x.shape)), x.dtype) if x.dtype.kind == "f" else x
-            for name, x in inputs.items()
-        }
-        runs.append(onnxruntime_outputs(source, moved, list(outputs)))
+    """How far ONNX Runtime is from itself: optimised, on two threads, and with float inputs or weights changed."""
+    draws, names = np.random.default_rng(0), list(outputs)
+    runs = [
+        onnxruntime_outputs(source, inputs, names, optimised=True),
+        onnxruntime_outputs(source, inputs, names, threads=2),
+        *(onnxruntime_outputs(moved, inputs, names) for moved in _with_moved_weights(source, draws)),
+    ]
+    for _ in range(_DRAWS if any(x.dtype.kind == "f" for x in inputs.values()) else 0):
+        moved = {name: _moved(x, draws) for name, x in inputs.items()}
+        runs.append(onnxruntime_outputs(source, moved, names))
     found = dict.fromkeys(outputs, HALF if half else 0.0)
     for others in runs:
         for name, expected in outputs.items():
             found[name] = max(found[name], difference(name, others[name], expected, 0.0, 0.0).rms)
     return {name: rms if np.isfinite(rms) else 0.0 for name, rms in found.items()}
+
+
+def _moved(array: np.ndarray, draws: np.random.Generator) -> np.ndarray:
+    """Floats a little larger or smaller; all else as it is."""
+    if array.dtype.kind != "f":
+        return array
+    return np.asarray(array * (1 + _STEP * draws.choice([-1, 1], array.shape)), array.dtype)
+
+
+def _with_moved_weights(source: Path | bytes, draws: np.random.Generator) -> Iterator[bytes]:
+    """The model with its float32 weights changed, twice; not at all where it is too large to hold again."""
+    model = onnx.load_model_from_string(source) if isinstance(source, bytes) else onnx.load(source)
+    weights = [(t, numpy_helper.to_array(t)) for t in model.graph.initializer if t.data_type == onnx.TensorProto.FLOAT]
+    for _ in range(2 if model.ByteSize() < _LARGE else 0):
+        for tensor, array in weights:
+            tensor.CopyFrom(numpy_helper.from_array(_moved(array, draws), tensor.name))
+        yield model.SerializeToString()
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,12 @@ _GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 
 
 def onnxruntime_outputs(
-    model: Path | bytes, inputs: Mapping[str, Any], names: Sequence[str] | None = None, *, optimised: bool = False
+    model: Path | bytes,
+    inputs: Mapping[str, Any],
+    names: Sequence[str] | None = None,
+    *,
+    optimised: bool = False,
+    threads: int = 1,
 ) -> dict[str, Any]:
     """ONNX Runtime's outputs on the CPU, by name.
 
@@ -32,7 +37,7 @@ def onnxruntime_outputs(
     options = onnxruntime.SessionOptions()
     level = onnxruntime.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimised else level.ORT_DISABLE_ALL
-    options.intra_op_num_threads = 1
+    options.intra_op_num_threads = threads
     options.log_severity_level = 4
     try:
         session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])

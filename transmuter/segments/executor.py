@@ -38,6 +38,8 @@ from transmuter.staging import differentiated, exact_dtypes, staged, transposed_
 
 _LONG = 0.2
 """Seconds from which compiling leaves memory behind that is worth some milliseconds to give back."""
+_LARGE = 128 << 20
+"""Bytes of weights from which on little memory counts for more than 50 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,10 +371,13 @@ class CompiledModel:
         return {name: flat[place] for name, place in plan.outputs}
 
     def _compile_beside(self, segment: Segment, executable: Executable, given: list[Any], call: _Call) -> None:
-        """Compiles an executable for these arguments, and prepares its weights meanwhile, where these are all there is
-        to give and lie where JAX takes uncommitted arrays to lie."""
-        if call.weights is not None or executable.values is not None or self.model.device is not None:
+        """Compiles an executable for these arguments, and prepares its weights meanwhile: unless they are given, or lie
+        on a certain device, or are so large that what both take for a while should not add up."""
+        is_large = self.model.nbytes > _LARGE
+        if call.weights is not None or executable.values is not None or self.model.device is not None or is_large:
             weights = self._weights(segment, executable, call)
+            if is_large:
+                give_back()
             self._compile(segment, executable, lambda: executable.main.lower(weights, given))
             return
         lowered = executable.main.lower(executable.shapes, given)
