@@ -81,7 +81,8 @@ class ExecutionError(TransmuterError, RuntimeError):
 
 
 class TrainingError(TransmuterError):
-    """Training cannot go on: a loss or gradient is not finite, or the loss does not depend on what is trained.
+    """Training cannot go on: a loss or gradient is not finite, the loss does not depend on what is trained, or a later
+    batch does not fit.
 
     Attributes: `state` (the last good `train.TrainState`), `params` (all params of the model as that has them).
     """

@@ -83,11 +83,12 @@ _LOOPS = {"scan", "while", "cond"}
 def products_in_bfloat16(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function whose float32 matrix products and convolutions take bfloat16 operands and have bfloat16 results.
 
-    All else, sums and softmax included, stays in float32, and so do products that are none of learnt values: those with
-    a constant (interpolation, a Fourier basis) and those of one row with one column (positions times frequencies). The
-    same operations are chosen by torch.autocast, which also lets others go on in the dtype of their operands.
+    torch.autocast chooses the same operations, but also lets some others go on in the dtype of their operands; here all
+    others stay in float32, sums and softmax included. So do products whose operands have to be exact: those with a
+    constant (interpolation) and those that sum nothing (positions times frequencies). Products in the body of a Loop
+    of unknown length stay as they are, too.
 
-    Their gradients are products of bfloat16, too. Products inside of a Loop of unknown length stay as they are.
+    The gradients of these products are products of bfloat16.
     """
 
     def computed(*arguments: Any) -> Any:
@@ -102,7 +103,7 @@ def _halved(view: View) -> Iterator[Replacement]:
     """A rule that puts products of bfloat16 in the place of those of float32."""
     for op in view.trace.operations:
         name, params = op.equation.primitive.name, op.equation.params
-        if name in _PRODUCTS and _is_learnt(view, op):
+        if name in _PRODUCTS and _may_be_rounded(view, op):
             params = {**params, "precision": None, "preferred_element_type": _BFLOAT16}
             function = functools.partial(_in_bfloat16, op.equation.primitive, params)
         elif name in _LOOPS:
@@ -113,7 +114,8 @@ def _halved(view: View) -> Iterator[Replacement]:
         yield Replacement(op.results, function, op.operands)
 
 
-def _is_learnt(view: View, op: Operation) -> bool:
+def _may_be_rounded(view: View, op: Operation) -> bool:
+    """Whether a product is one of float32, with a sum in it, and of no constant."""
     a, b = map(view.aval, op.operands)
     if {a.dtype, b.dtype} != {np.dtype(np.float32)} or not view.weights.isdisjoint(_refs(op)):
         return False
@@ -131,7 +133,7 @@ def _in_bfloat16(primitive: jex.Primitive, params: Mapping[str, Any], *operands:
 
 def _with_halved(value: Any) -> Any:
     """A parameter of a loop or condition, with `_halved` applied to the bodies in it."""
-    if isinstance(value, tuple):
+    if type(value) is tuple:
         return tuple(map(_with_halved, value))
     if not isinstance(value, jex.ClosedJaxpr):
         return value
@@ -199,7 +201,7 @@ def _tied(weights: list[jax.Array], computed: list[jax.Array]) -> tuple[list[jax
 
 def _tied_backwards(_: None, gradients: tuple[list[jax.Array], list[jax.Array]]) -> Any:
     of_weights, of_computed = gradients
-    nothing = sum(0 * x.ravel()[0].astype(np.float32) for x in of_weights)  # which XLA must not take for 0
+    nothing = sum((0 * x.ravel()[0]).astype(np.float32) for x in of_weights)  # XLA knows no 0 * x that is 0
     return of_weights, [x + nothing.astype(x.dtype) for x in of_computed]
 
 
