@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,11 +160,11 @@ class Worker:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.process.stdin.close()
-        self.process.wait()
+        self.process.communicate()  # closes its input, which ends it
 
     def make_step(self) -> None:
-        self.process.stdin.write("\n")
+        with suppress(BrokenPipeError):  # it has ended, as its empty line tells
+            self.process.stdin.write("\n")
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(f"{' '.join(self.process.args)} ended with status {self.process.wait()}")

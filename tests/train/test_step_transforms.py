@@ -269,6 +269,32 @@ def test_gradients_are_those_without(policy):
         np.testing.assert_allclose(array, expected[name], atol=1e-6 * np.abs(expected[name]).max() + 1e-8)
 
 
+def test_values_that_are_no_numbers_may_pass_between_blocks():
+    """A mask of -inf is used by each layer; what makes blocks wait for each other does not multiply it."""
+    nodes, weights = [], []
+    for i in range(4):
+        weights.append(numpy_helper.from_array(np.eye(8, dtype=np.float32) + i / 10, f"w{i}"))
+        nodes += [
+            helper.make_node("MatMul", [f"x{i}" if i else "x", f"w{i}"], [f"a{i}"]),
+            helper.make_node("Add", [f"a{i}", "hidden"], [f"m{i}"]),
+            helper.make_node("Softmax", [f"m{i}"], [f"s{i}"], axis=-1),
+            helper.make_node("Tanh", [f"s{i}"], [f"x{i + 1}" if i < 3 else "y"]),
+        ]
+    nodes.insert(0, helper.make_node("Log", ["mask"], ["hidden"]))
+    shape = ("n", 8)
+    proto = model_of(nodes, [info("x", shape), info("mask", shape)], [info("y", shape)], weights)
+    model = transmuter.load(proto, trainable=True)
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    data = {"x": x, "mask": np.tile(np.float32([0, 1]), (16, 4)), "target": x}
+    found = []
+    for options in ({}, REMAT):
+        step = train.Step(model, LOSS, optax.sgd(1.0), **options)
+        state, metrics = step(step.init(), data)
+        assert metrics["finite"]
+        found.append(state.params)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), *found)
+
+
 def test_blocks_are_layers_or_parts_of_them():
     """As many blocks as there are layers, or more; what each takes and gives is one array, and its weights."""
     policy = jax.checkpoint_policies.nothing_saveable
@@ -306,7 +332,7 @@ def test_memory_falls():
         if name in ("plain", "remat"):
             compiled = step._whole.lower(state, step._frozen, data).compile()
             temporary[name] = compiled.memory_analysis().temp_size_in_bytes
-    assert temporary["plain"] > 2 * temporary["remat"]
+    assert temporary["plain"] > 4 * temporary["remat"]
     assert kept["plain"] > 10 * kept["remat"]
     assert kept["plain"] > 1.2 * kept["bfloat16"]
     assert kept["plain"] > 3 * kept["both"]

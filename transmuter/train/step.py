@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,13 +16,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from transmuter import segments
 from transmuter.errors import GraphBreakError, InputError
+from transmuter.lowering.platform import training_options, without_warnings
 from transmuter.model import Model
 from transmuter.partition import Choice, Partition
 from transmuter.segments.cache import use_persistent_cache
 from transmuter.segments.executor import CompiledModel
 from transmuter.train.learned import learned
 from transmuter.train.losses import Loss
-from transmuter.train.transforms import Policy, memory_first, transform
+from transmuter.train.transforms import Policy, jit_in_turn, transform
 
 Batch = Mapping[str, Any]
 """Arrays by name: the model's inputs, and what the loss reads. The first dimension of each is that of the batch."""
@@ -119,9 +122,9 @@ class Step:
         self._split = None if mesh is None else NamedSharding(mesh, PartitionSpec("batch"))
         self._frozen = self._placed({"params": self._partition.frozen, "buffers": model.buffers})
         self._wanted = [*model.outputs, *self.statistics.values()]
-        self._whole = jax.jit(
-            self._update, donate_argnums=0, compiler_options=None if remat is None else memory_first()
-        )
+        jit = partial(jax.jit, compiler_options=training_options()) if remat is None else jit_in_turn
+        self._whole = jit(self._update, donate_argnums=0)
+        self._signatures: set[Any] = set()
         self._apply_gradients = jax.jit(self._updated, donate_argnums=0)
         self._compiled: CompiledModel | None = None
         self._breaks: bool | None = True if any(_is_text(model, name) for name in model.inputs) else None
@@ -152,7 +155,7 @@ class Step:
             self._breaks = not self._is_one_piece(state, batch)
         if not self._breaks:
             try:
-                return self._whole(state, self._frozen, batch)
+                return self._in_one_call(state, batch)
             except GraphBreakError:  # a batch of another shape may take another branch
                 self._breaks = True
         return self._update_by_segments(state, batch)
@@ -183,6 +186,13 @@ class Step:
         if array.dtype == object:
             return array
         return jax.device_put(array, self._split if np.ndim(array) else self._replicated)
+
+    def _in_one_call(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        signature = tuple((name, np.shape(x), x.dtype) for name, x in sorted(batch.items()))
+        with nullcontext() if signature in self._signatures else without_warnings():  # of compiling
+            made = self._whole(state, self._frozen, batch)
+        self._signatures.add(signature)
+        return made
 
     def _is_one_piece(self, state: TrainState, batch: Batch) -> bool:
         try:
@@ -272,13 +282,15 @@ class Step:
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
-        new = replace(state, step=state.step + 1, params=params, statistics=statistics, optimizer=optimizer, key=None)
-        old = replace(state, key=None)
-        kept = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, old)
-        kept = replace(kept, key=state.key)
-        return kept, {"loss": loss, "grad_norm": norm, "finite": finite, **metrics}
+
+        def changed(state: TrainState, grads: Any, statistics: Any) -> TrainState:
+            updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
+            params = optax.apply_updates(state.params, updates)
+            return replace(state, step=state.step + 1, params=params, statistics=statistics, optimizer=optimizer)
+
+        # one condition, not a choice for each element: that would copy the state first, and take four times as long
+        new = jax.lax.cond(finite, changed, lambda state, *_: state, state, grads, statistics)
+        return new, {"loss": loss, "grad_norm": norm, "finite": finite, **metrics}
 
 
 class Evaluator:

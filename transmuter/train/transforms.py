@@ -17,17 +17,18 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core.primitives import remat_p
 
 from transmuter.errors import InputError
-from transmuter.lowering.platform import on_cpu
+from transmuter.lowering.platform import on_cpu, training_options
 from transmuter.segments.preparation import Operation, Ref, Trace, evaluate, flatten, live
-from transmuter.segments.rewriting import Replacement, View, rewritten
-from transmuter.staging import differentiated
+from transmuter.segments.rewriting import Replacement, Rule, View, rewritten
 
 Policy = Callable[..., Any]
 """What `jax.checkpoint` takes as `policy`: which values of a block are kept."""
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
 
+_LOOPS = {"scan", "while", "cond"}
 _POLICIES = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
 
 
@@ -73,11 +74,38 @@ def _environment(trace: Trace, arguments: Any) -> dict[Ref, Any]:
     return {**trace.constants, **dict(zip(trace.inputs, jax.tree.leaves(arguments), strict=True))}
 
 
+def _rewritten(function: Callable[..., Any], rule: Rule) -> Callable[..., Any]:
+    """A function whose operations a rule has replaced."""
+
+    def computed(*arguments: Any) -> Any:
+        trace, structure = _traced(function, arguments)
+        trace = rewritten(trace, (), (rule,))
+        return jax.tree.unflatten(structure, evaluate(trace.operations, _environment(trace, arguments), trace.outputs))
+
+    return computed
+
+
+def _within(op: Operation, rule: Rule) -> Replacement:
+    """A loop or condition with a rule applied to the bodies in it."""
+    primitive = op.equation.primitive
+    params = {key: _body(value, rule) for key, value in op.equation.params.items()}
+    function = lambda *operands: primitive.bind(*operands, **primitive.get_bind_params(params))
+    return Replacement(op.results, function, op.operands)
+
+
+def _body(value: Any, rule: Rule) -> Any:
+    if type(value) is tuple:
+        return tuple(_body(item, rule) for item in value)
+    if not isinstance(value, jex.ClosedJaxpr):
+        return value
+    function = _rewritten(jex.jaxpr_as_fun(value), rule)
+    return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in value.in_avals))
+
+
 # ---- products in bfloat16 ------------------------------------------------------------------------------------------
 
 _BFLOAT16 = np.dtype(jnp.bfloat16)
 _PRODUCTS = {"dot_general", "conv_general_dilated"}
-_LOOPS = {"scan", "while", "cond"}
 
 
 def products_in_bfloat16(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,12 +119,7 @@ def products_in_bfloat16(function: Callable[..., Any]) -> Callable[..., Any]:
     The gradients of these products are products of bfloat16.
     """
 
-    def computed(*arguments: Any) -> Any:
-        trace, structure = _traced(function, arguments)
-        trace = rewritten(trace, (), (_halved,))
-        return jax.tree.unflatten(structure, evaluate(trace.operations, _environment(trace, arguments), trace.outputs))
-
-    return computed
+    return _rewritten(function, _halved)
 
 
 def _halved(view: View) -> Iterator[Replacement]:
@@ -106,12 +129,9 @@ def _halved(view: View) -> Iterator[Replacement]:
         if name in _PRODUCTS and _may_be_rounded(view, op):
             params = {**params, "precision": None, "preferred_element_type": _BFLOAT16}
             function = functools.partial(_in_bfloat16, op.equation.primitive, params)
+            yield Replacement(op.results, function, op.operands)
         elif name in _LOOPS:
-            params = {key: _with_halved(value) for key, value in params.items()}
-            function = functools.partial(_bound, op.equation.primitive, params)
-        else:
-            continue
-        yield Replacement(op.results, function, op.operands)
+            yield _within(op, _halved)
 
 
 def _may_be_rounded(view: View, op: Operation) -> bool:
@@ -131,24 +151,6 @@ def _in_bfloat16(primitive: jex.Primitive, params: Mapping[str, Any], *operands:
     return [lax.convert_element_type(primitive.bind(*halves, **params), np.float32)]
 
 
-def _with_halved(value: Any) -> Any:
-    """A parameter of a loop or condition, with `_halved` applied to the bodies in it."""
-    if type(value) is tuple:
-        return tuple(map(_with_halved, value))
-    if not isinstance(value, jex.ClosedJaxpr):
-        return value
-    trace = rewritten(flatten(value), (), (_halved,))
-
-    def body(*arguments: Any) -> list[Any]:
-        return evaluate(trace.operations, _environment(trace, arguments), trace.outputs)
-
-    return jax.make_jaxpr(body)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in value.in_avals))
-
-
-def _bound(primitive: jex.Primitive, params: Mapping[str, Any], *operands: Any) -> list[Any]:
-    return primitive.bind(*operands, **primitive.get_bind_params(params))
-
-
 # ---- values computed again -----------------------------------------------------------------------------------------
 
 _MOST_CUTS = 200
@@ -166,59 +168,54 @@ def rematerialized(function: Callable[..., Any], policy: Policy) -> Callable[...
 
     def computed(*arguments: Any) -> Any:
         trace, structure = _traced(function, arguments)
-        values, given = _environment(trace, arguments), set(trace.inputs)
+        values = _environment(trace, arguments)
         blocks = _blocks(trace)
         for block in blocks:
             run = functools.partial(block.run, trace.constants)
             run = jax.checkpoint(run, policy=policy) if len(blocks) > 1 else run
-            operands = _weights_first([values[ref] for ref in block.operands], [ref in given for ref in block.operands])
-            values.update(zip(block.results, run(operands), strict=True))
+            values.update(zip(block.results, run([values[ref] for ref in block.operands]), strict=True))
         results = [values[output] if isinstance(output, Ref) else output.val for output in trace.outputs]
         return jax.tree.unflatten(structure, results)
 
     return computed
 
 
-def _weights_first(operands: list[Any], given: Sequence[bool]) -> list[Any]:
-    """A block's operands, of which the gradients of those that are computed wait for those of the `given` ones.
+def jit_in_turn(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`jax.jit` of a function with the backward pass of rematerialized blocks in it, one after the other.
 
-    On a CPU XLA would leave the gradients of weights for last, and keep what it needs for them until then.
+    On a CPU XLA takes the barriers of `jax.checkpoint` out before it chooses an order: it would compute blocks too
+    early, or leave the gradients of weights for last, and keep what these need until then.
     """
-    followed = [jnp.issubdtype(x.dtype, jnp.floating) and x.size > 0 and differentiated([x]) for x in operands]
-    weights = [i for i, is_given in enumerate(given) if is_given and followed[i]]
-    computed = [i for i, is_given in enumerate(given) if not is_given and followed[i]]
-    if not (on_cpu() and weights and computed):
-        return operands
-    tied = _tied([operands[i] for i in weights], [operands[i] for i in computed])
-    results = dict(zip(weights + computed, itertools.chain(*tied), strict=True))
-    return [results.get(i, x) for i, x in enumerate(operands)]
-
-
-@jax.custom_vjp
-def _tied(weights: list[jax.Array], computed: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-    return weights, computed
-
-
-def _tied_backwards(_: None, gradients: tuple[list[jax.Array], list[jax.Array]]) -> Any:
-    of_weights, of_computed = gradients
-    nothing = sum((0 * x.ravel()[0]).astype(np.float32) for x in of_weights)  # XLA knows no 0 * x that is 0
-    return of_weights, [x + nothing.astype(x.dtype) for x in of_computed]
-
-
-_tied.defvjp(lambda *operands: (operands, None), _tied_backwards)
-
-
-@functools.cache
-def memory_first() -> dict[str, str] | None:
-    """Options for XLA on a CPU, where it would compute again at once whatever it can, and keep it after all."""
     if not on_cpu():
-        return None
-    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-    try:
-        jax.jit(lambda x: x, compiler_options=options).lower(np.float32(0)).compile()
-    except jax.errors.JaxRuntimeError:  # a version of XLA that has no such option
-        return None
-    return options
+        return jax.jit(function, **options)
+    return jax.jit(_rewritten(function, _in_turn), compiler_options=training_options(in_order=True), **options)
+
+
+def _in_turn(view: View) -> Iterator[Replacement]:
+    """A rule: what a block's backward pass takes depends on what the one ahead of it gave, by a sum with zero."""
+    given: set[Ref] = {*view.trace.inputs, *view.trace.constants}
+    before: tuple[Ref, ...] = ()
+    for op in view.trace.operations:
+        primitive, params = op.equation.primitive, op.equation.params
+        if primitive is remat_p and params["differentiated"]:
+            waits = [isinstance(x, Ref) and x not in given and _is_float(view.aval(x)) for x in op.operands]
+            function = functools.partial(_after, primitive, params, waits)
+            yield Replacement(op.results, function, (*op.operands, *before))
+            before = tuple(ref for ref in op.results if _is_float(view.aval(ref)))
+        elif primitive.name in _LOOPS:
+            yield _within(op, _in_turn)
+
+
+def _after(primitive: jex.Primitive, params: Mapping[str, Any], waits: Sequence[bool], *operands: Any) -> list[Any]:
+    own, before = operands[: len(waits)], operands[len(waits) :]
+    ahead = [x.ravel()[0].astype(np.int32) for x in (*before, *itertools.compress(own, waits))]
+    nothing = sum(((x | 1) == 0).astype(np.float32) for x in ahead)  # which XLA does not know to be 0
+    tied = [x + nothing.astype(x.dtype) if wait else x for x, wait in zip(own, waits, strict=True)]
+    return primitive.bind(*tied, **primitive.get_bind_params(params))
+
+
+def _is_float(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.floating) and math.prod(aval.shape) > 0
 
 
 @dataclass(frozen=True)
