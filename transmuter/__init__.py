@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         LoweringError,
         ModelError,
         RecompileWarning,
+        ServingError,
         TrainingError,
         TransmuterError,
         UnsupportedOperatorError,
@@ -53,6 +54,7 @@ __all__ = [
     "Model",
     "ModelError",
     "RecompileWarning",
+    "ServingError",
     "TensorSpec",
     "TrainingError",
     "TransmuterError",
@@ -64,7 +66,7 @@ __all__ = [
     "telemetry",
 ]
 
-_MODULES = ("lowering", "telemetry", "train")
+_MODULES = ("lowering", "serving", "telemetry", "train")
 _HOMES = ("errors", "model", "segments")
 """The modules that have the other public names; each imports those before it."""
 

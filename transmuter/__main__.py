@@ -8,7 +8,7 @@ import math
 import re
 import sys
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,9 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_inspect(commands)
     _add_explain(commands)
+    _add_task(commands)
     options = parser.parse_args(arguments)
     try:
-        print(options.run(options))
+        result = options.run(options)
+        for line in result if isinstance(result, Iterator) else (result,):
+            print(line, flush=True)
     except (transmuter.TransmuterError, OSError, ValueError) as error:
         print(f"transmuter: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 2
@@ -45,6 +48,20 @@ def _add_inspect(commands: Any) -> None:
     command = commands.add_parser("inspect", help=about, description=f"{about.capitalize()}.")
     command.add_argument("file", help=_FILE)
     command.set_defaults(run=lambda options: transmuter.load(options.file))
+
+
+def _add_task(commands: Any) -> None:
+    about = "run a task on texts, as text-embedding or question-answering"
+    # nothing is an option here, so that all goes on to the task's own parser
+    command = commands.add_parser("task", help=about, add_help=False, prefix_chars="\0")
+    command.add_argument("arguments", nargs=argparse.REMAINDER)
+    command.set_defaults(run=_task)
+
+
+def _task(options: argparse.Namespace) -> Iterator[str]:
+    from transmuter.serving import command  # which imports every task, to read their options
+
+    return command.run(options.arguments, _Parser)
 
 
 # ---- explain -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ class TransmuterError(Exception):
 
 class ModelError(TransmuterError):
     """The source is no usable ONNX model: truncated, malformed, cyclic, or its external data is missing or
-    lies outside of the model's folder."""
+    lies outside of the model's folder. Or a repository lacks a file, or has a malformed one (configuration, tokenizer,
+    chat template)."""
 
 
 class InputError(TransmuterError, ValueError):
@@ -90,6 +91,11 @@ class TrainingError(TransmuterError):
     def __init__(self, message: str, *, state: Any = None, params: Mapping[str, Any] | None = None):
         super().__init__(message)
         self.state, self.params = state, params
+
+
+class ServingError(TransmuterError, RuntimeError):
+    """A serving takes no more requests or gave one up: its queue is full, it was stopped, its worker died, or the time
+    for it is over."""
 
 
 class CoverageError(TransmuterError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 from pathlib import Path
@@ -41,10 +42,24 @@ def fetch_model(address: str, *, offline: bool = False) -> Path:
     return path
 
 
-def fetch(repository: str, path: str, revision: str | None = None, *, offline: bool = False) -> Path:
+def fetch(
+    repository: str,
+    path: str,
+    revision: str | None = None,
+    *,
+    offline: bool = False,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Path:
     """Downloads one file of a repository, or finds it in the Hub's cache.
 
     A download whose connection is lost goes on where it was; one that fails leaves nothing under the file's name.
+
+    Args:
+        repository: `org/repo`.
+        path: The file's name in the repository.
+        revision: Branch, tag or commit; None is the main branch.
+        offline: Use the cache alone.
+        cache_dir: The cache's folder, if not huggingface_hub's.
 
     Raises:
         HubError: huggingface_hub is not installed, or the file could not be had.
@@ -52,15 +67,11 @@ def fetch(repository: str, path: str, revision: str | None = None, *, offline: b
     huggingface_hub, errors = _imported()
     where = f"{path!r} of {repository}" + (f" at {revision}" if revision else "")
     try:
-        return Path(huggingface_hub.hf_hub_download(repository, path, revision=revision, local_files_only=offline))
-    except errors.GatedRepoError as error:
-        raise HubError(f"{repository} is gated. Accept its terms on the Hub and set HF_TOKEN.") from error
-    except errors.RepositoryNotFoundError as error:
-        raise HubError(
-            f"There is no repository {repository}, or it is private. Check the name, or set HF_TOKEN."
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise HubError(f"{repository} has no revision {revision!r}. Check the branch, tag or commit.") from error
+        return Path(
+            huggingface_hub.hf_hub_download(
+                repository, path, revision=revision, local_files_only=offline, cache_dir=cache_dir
+            )
+        )
     except errors.LocalEntryNotFoundError as error:
         if isinstance(error.__cause__, errors.HfHubHTTPError):
             raise _refused(where, error.__cause__) from error
@@ -69,9 +80,50 @@ def fetch(repository: str, path: str, revision: str | None = None, *, offline: b
     except errors.EntryNotFoundError as error:
         raise HubError(f"There is no file {where}. Check the path on the repository's page.") from error
     except errors.HfHubHTTPError as error:
-        raise _refused(where, error) from error
+        raise _refused(where, error, repository, revision) from error
     except Exception as error:
         raise HubError(f"{where} could not be downloaded: {error}. Try again, or download it by hand.") from error
+
+
+def list_files(
+    repository: str,
+    revision: str | None = None,
+    *,
+    offline: bool = False,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> list[str]:
+    """The names of a repository's files, sorted; those in the Hub's cache where the Hub cannot be reached.
+
+    Args:
+        repository, revision, offline, cache_dir: As those of `fetch`.
+
+    Raises:
+        HubError: huggingface_hub is not installed, the Hub refuses, or it cannot be reached and nothing is in the
+            cache.
+    """
+    huggingface_hub, errors = _imported()
+    where = f"the list of files of {repository}" + (f" at {revision}" if revision else "")
+    if not (offline or huggingface_hub.constants.HF_HUB_OFFLINE):
+        try:
+            told = huggingface_hub.HfApi().model_info(repository, revision=revision)
+            return sorted(file.rfilename for file in told.siblings or ())
+        except errors.HfHubHTTPError as error:
+            raise _refused(where, error, repository, revision) from error
+        except errors.HFValidationError as error:
+            raise HubError(f"{repository!r} is no name of a repository. Write org/repo.") from error
+        except Exception as error:  # of the connection, whose classes are those of the HTTP library in use
+            unreachable = error
+    else:
+        unreachable = None
+    try:
+        folder = huggingface_hub.snapshot_download(
+            repository, revision=revision, cache_dir=cache_dir, local_files_only=True
+        )
+    except Exception as error:
+        reason = f"the Hub cannot be reached ({unreachable})" if unreachable else "offline mode is on"
+        raise HubError(f"{where} is not in the cache, and {reason}. Check the network, or HF_HUB_OFFLINE.") from error
+    found = (path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file())
+    return sorted(found)
 
 
 def most_downloaded(task: str, limit: int) -> list[Any]:
@@ -117,13 +169,21 @@ def _imported() -> tuple[Any, Any]:
     return huggingface_hub, errors
 
 
-def _refused(what: str, error: Any) -> HubError:
-    """What to tell of an answer of the Hub that is none of those that huggingface_hub has a class for.
+def _refused(what: str, error: Any, repository: str = "", revision: str | None = None) -> HubError:
+    """What to tell of an answer of the Hub that is a refusal.
 
     Args:
         what: What was asked for.
         error: A `huggingface_hub.errors.HfHubHTTPError`.
+        repository, revision: Of which it was asked.
     """
+    _, errors = _imported()
+    if isinstance(error, errors.GatedRepoError):
+        return HubError(f"{repository} is gated. Accept its terms on the Hub and set HF_TOKEN.")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return HubError(f"There is no repository {repository}, or it is private. Check the name, or set HF_TOKEN.")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return HubError(f"{repository} has no revision {revision!r}. Check the branch, tag or commit.")
     status = error.response.status_code
     if status == 401:
         return HubError(f"The Hub wants a valid token for {what}. Set HF_TOKEN to one, or remove what is there.")

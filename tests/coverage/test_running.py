@@ -127,6 +127,19 @@ def test_results_of_other_versions_are_not_gone_on_with(tmp_path):
         running.read(tmp_path / "results.json")
 
 
+def test_weights_that_decide_shapes_are_not_changed(tmp_path):
+    """Scales of Resize a little less than 3 would make images of 11 columns, not of 12."""
+    path = tmp_path / "resized.onnx"
+    resize = helper.make_node("Resize", ["h", "", "scales"], ["y"], mode="nearest")
+    w, scales = np.eye(4, dtype=np.float32), np.array([1, 3], np.float32)
+    onnx.save_model(model_of(helper.make_node("MatMul", ["x", "w"], ["h"]), resize, w=w, scales=scales), path)
+    entry = Entry("resized", f"local://{path.name}", task="testing")
+    recording.record(entry, path, tmp_path / "reference")
+    for reference in recording.references(entry, tmp_path / "reference"):
+        assert reference.outputs["y"].shape[1] == 12
+        assert 0 < reference.noise["y"] < 1e-6
+
+
 def test_a_reference_is_for_one_rule_of_inputs(files, tmp_path):
     entry = Entry("good", "local://good.onnx")
     recording.record(entry, files["good"], tmp_path / "good")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ _STEP = 1e-7
 """By so much of themselves, up or down, float inputs and weights are changed for the noise."""
 _LARGE = 1 << 30
 """Bytes from which on a model is not changed in memory."""
+_FEW = 8
+"""Weights of so few elements may be sizes, of which a graph has one for each dimension."""
 _DRAWS = 6
 """So often they are changed, as one draw may happen to cross no step of a quantised graph."""
 
@@ -99,9 +102,13 @@ def _moved(array: np.ndarray, draws: np.random.Generator) -> np.ndarray:
 
 
 def _with_moved_weights(source: Path | bytes, draws: np.random.Generator) -> Iterator[bytes]:
-    """The model with its float32 weights changed, twice; not at all where it is too large to hold again."""
+    """The model with its float32 weights changed, twice; not at all where it is too large to hold again.
+
+    The smallest ones stay, as scales of Resize or limits of Range, which decide shapes.
+    """
     model = onnx.load_model_from_string(source) if isinstance(source, bytes) else onnx.load(source)
-    weights = [(t, numpy_helper.to_array(t)) for t in model.graph.initializer if t.data_type == onnx.TensorProto.FLOAT]
+    floats = (t for t in model.graph.initializer if t.data_type == onnx.TensorProto.FLOAT)
+    weights = [(t, numpy_helper.to_array(t)) for t in floats if math.prod(t.dims) > _FEW]
     for _ in range(2 if model.ByteSize() < _LARGE else 0):
         for tensor, array in weights:
             tensor.CopyFrom(numpy_helper.from_array(_moved(array, draws), tensor.name))
