@@ -108,6 +108,16 @@ def test_an_unreachable_hub_is_named(tmp_path: Path) -> None:
     assert "cannot be reached" in in_a_process(code, tmp_path, "http://127.0.0.1:9", HF_HUB_OFFLINE="1")
 
 
+def test_a_list_of_files_in_a_new_process(stand_in: StandIn, tmp_path: Path) -> None:
+    """There, huggingface_hub has imported little of itself."""
+    code = "from transmuter import hub\nprint(hub.list_files('org/repo'))"
+    assert "big.bin" in in_a_process(code, tmp_path, stand_in.endpoint)
+    code = (
+        "from transmuter import hub\ntry:\n    hub.list_files('org/repo')\nexcept HubError as error:\n    print(error)"
+    )
+    assert "offline mode is on" in in_a_process(code, tmp_path / "other", stand_in.endpoint, HF_HUB_OFFLINE="1")
+
+
 # ---- what is cached ------------------------------------------------------------------------------------------------
 
 

@@ -102,8 +102,10 @@ def list_files(
             cache.
     """
     huggingface_hub, errors = _imported()
+    from huggingface_hub import constants  # which the package itself imports only when it needs them
+
     where = f"the list of files of {repository}" + (f" at {revision}" if revision else "")
-    if not (offline or huggingface_hub.constants.HF_HUB_OFFLINE):
+    if not (offline or constants.HF_HUB_OFFLINE):
         try:
             told = huggingface_hub.HfApi().model_info(repository, revision=revision)
             return sorted(file.rfilename for file in told.siblings or ())
