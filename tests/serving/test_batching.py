@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import small_model
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 import transmuter
 from transmuter.errors import InputError, ModelError
@@ -94,6 +94,41 @@ def test_without_a_mask_nothing_is_padded():
     assert made.max_length == 16
     texts = _texts(20)
     _agree(texts, made([small_model.row(text) for text in texts]), types=None)
+
+
+def test_rows_of_which_the_graph_gathers_other_numbers_of_tokens_share_no_batch():
+    """A classifier of BART takes the state of the last end of each text, and for that as many in each row."""
+    node = helper.make_node
+    nodes = [
+        node("Gather", ["table", "input_ids"], ["states"]),
+        node("Equal", ["input_ids", "end"], ["is_end"]),
+        node("NonZero", ["is_end"], ["found"]),
+        node("Transpose", ["found"], ["places"]),
+        node("GatherND", ["states", "places"], ["ends"]),
+        node("Shape", ["input_ids"], ["rows"], start=0, end=1),
+        node("Concat", ["rows", "rest"], ["shape"], axis=0),
+        node("Reshape", ["ends", "shape"], ["ends_of_rows"]),
+        node("Gather", ["ends_of_rows", "last"], ["lasts"], axis=1),
+        node("ReduceMax", ["states", "axes"], ["largest"], keepdims=0),
+        node("Add", ["lasts", "largest"], ["y"]),
+    ]
+    table = np.arange(100, dtype=np.float32).reshape(50, 2)
+    table[0] = -1  # of padding
+    constants = {"end": 2, "rest": [-1, 2], "last": -1, "axes": [1]}
+    weights = [numpy_helper.from_array(np.asarray(x, np.int64), name) for name, x in constants.items()]
+    inputs = [helper.make_tensor_value_info("input_ids", TensorProto.INT64, ("batch", "sequence"))]
+    inputs += [helper.make_tensor_value_info("attention_mask", TensorProto.INT64, ("batch", "sequence"))]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ("batch", 2))]
+    graph = helper.make_graph(nodes, "ends", inputs, outputs, [numpy_helper.from_array(table, "table"), *weights])
+    opset = [helper.make_opsetid("", 18)]
+    made = TokenBatches(
+        transmuter.load(helper.make_model(graph, opset_imports=opset, ir_version=9)),
+        batch_size=4,
+        sequence_lengths=(8,),
+    )
+    texts = [(5, 2), (2, 2, 9), (7, 8, 2), (2, 3, 2, 2), (2, 4, 2)]
+    for text, found in zip(texts, made([small_model.row(text) for text in texts]), strict=True):
+        np.testing.assert_allclose(found["y"], table[2] + table[max(text)])
 
 
 def test_exact_lengths_are_asked_for(model):

@@ -101,6 +101,8 @@ def test_targets_beyond_the_vocabulary(serving: Any) -> None:
     assert [p["token"] for p in found] == ["dog"]
     with pytest.warns(UserWarning, match="no token"), pytest.raises(InputError, match="No target"):
         serving("the [MASK]", targets=[""])
+    with pytest.raises(InputError, match="surrogate"):
+        serving("the [MASK]", targets=["\ud83d"])
 
 
 def test_targets_of_the_function(tmp_path: Any) -> None:

@@ -384,6 +384,19 @@ def test_an_answer_that_comes_too_late(batches):
     assert serving.stats().cancelled == 4
 
 
+def test_infinite_times(batches):
+    forever = float("inf")
+    serving = Serving(small_model.Tokens(), batches, batch_timeout=forever, max_queue=4).start()
+    futures = [serving.submit((i,), timeout=forever) for i in range(4)]
+    agree([(i,) for i in range(4)], [future.result(LONG) for future in futures])
+    late = serving.submit((4,))
+    serving.stop(timeout=forever)
+    agree([(4,)], [late.result(0)])
+    with Serving(small_model.Tokens(), batches) as serving:
+        agree([(5,)], [serving((5,), timeout=forever)])
+        agree([(6,)], [asyncio.run(serving.acall((6,), timeout=forever))])
+
+
 # ---- cancellation
 
 
@@ -495,6 +508,26 @@ def test_stopping_takes_too_long(batches):
         waiting.result(LONG)
     gate.open.set()
     running.result(LONG)
+
+
+def test_an_interrupted_stop_leaves_a_serving_that_starts(batches, monkeypatch):
+    gate, serving = gated(batches)
+    serving.start()
+    running = serving.submit((0,))
+    assert gate.entered.wait(LONG)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(serving._worker._thread, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            serving.stop()
+    assert not serving.is_started
+    assert serving.start().is_started
+    gate.open.set()
+    agree([(0,), (1,)], [running.result(LONG), serving((1,))])
+    serving.stop(timeout=LONG)
 
 
 def test_a_callback_of_the_worker_may_ask_again(batches):

@@ -95,6 +95,8 @@ def test_standard_input(
     assert lines(capsys, "text-classification", folders["text-classification"], *short) == wanted
     monkeypatch.setattr("sys.stdin", io.StringIO('{"question": "who", "context": "the cat"}\n' * 3))
     assert len(lines(capsys, "question-answering", folders["question-answering"], *short)) == 3
+    monkeypatch.setattr("sys.stdin", None)  # as it is where it was closed
+    assert lines(capsys, "text-classification", folders["text-classification"], *short) == []
     monkeypatch.setattr("sys.stdin", io.StringIO("who\n"))
     assert main(["task", "question-answering", folders["question-answering"], *short]) == 2
     assert 'no object of JSON. Write {"question": "...", "context": "..."}' in capsys.readouterr().err

@@ -223,6 +223,8 @@ def test_prompts_of_an_input(served: Callable[..., Serving]) -> None:
     )
     with pytest.raises(InputError, match="passage"):
         serving("cat", prompt_name="absent")
+    with pytest.raises(InputError, match="passage"):
+        serving("cat", prompt_name=["passage"])
     with pytest.raises(InputError, match="no option 'promt'"):
         serving("cat", promt="a")
 

@@ -132,6 +132,7 @@ def test_words_with_their_delimiter(serving: Any) -> None:
         {"aggregation": "word"},
         {"unit": "line"},
         {"ignore_labels": "O"},
+        {"ignore_labels": None},
         {"stride": 4},
         {"stride": -1, "aggregation": "same"},
         {"stride": 62, "aggregation": "same"},

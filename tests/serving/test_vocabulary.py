@@ -1,4 +1,4 @@
-"""How many embeddings a graph has."""
+"""How many embeddings a graph has, and which tokens it looks for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from tiny_repositories import encoder
 
 import transmuter
-from transmuter.serving.vocabulary import embedding_rows
+from transmuter.serving.vocabulary import embedding_rows, gathered_tokens
 
 TABLE = np.ones((7, 4), np.float32)
 
@@ -54,3 +54,15 @@ def test_an_encoder() -> None:
     assert embedding_rows(model) == 33
     assert embedding_rows(model, "token_type_ids") == 2
     assert embedding_rows(model, "none") is None
+
+
+def _gathered(nodes: list[NodeProto]) -> tuple[int, ...]:
+    inputs = [info("input_ids", ("batch", "sequence"), TensorProto.INT64)]
+    return gathered_tokens(transmuter.load(model_of(nodes, inputs, [info("y", None)], [])))
+
+
+def test_tokens_that_are_gathered() -> None:
+    nodes = [_node("Constant", "", "end", value_int=2), _node("Equal", "input_ids end", "is_end")]
+    assert _gathered([*nodes, _node("Cast", "is_end", "c", to=TensorProto.INT64), _node("NonZero", "c", "y")]) == (2,)
+    assert _gathered([*nodes, _node("Identity", "is_end", "y")]) == ()
+    assert _gathered([_node("NonZero", "input_ids", "y")]) == ()

@@ -56,6 +56,15 @@ def test_equals_recorded_pipelines(served: Callable[..., Serving], repository: s
         assert_same(found, case["output"], 1e-4)
 
 
+@needs_zoo
+def test_a_text_with_the_end_of_texts_harms_no_other(served: Callable[..., Serving]) -> None:
+    texts = ["The cat sat.", "a </s> b", "It slept.", "</s>", "A dog."]
+    found = served("bart-nli", batch_size=8, sequence_length=32)(texts, labels=["a", "b"])
+    for text, result in zip(texts, found, strict=True):
+        wanted = served("bart-nli", sequence_length=None)(text, labels=["a", "b"])["predictions"]
+        assert_same(result, {"labels": [p["label"] for p in wanted], "scores": [p["score"] for p in wanted]}, 1e-5)
+
+
 @pytest.mark.parametrize("repository", [name for name in REPOSITORIES if name.startswith("zero-shot/")])
 def test_equals_transformers(served: Callable[..., Serving], repository: str) -> None:
     serving = served(repository, batch_size=4)
@@ -104,7 +113,7 @@ def test_no_labels(served: Callable[..., Serving], labels: Any) -> None:
         served("zero-shot/last", batch_size=4)("the cat", labels=labels)
 
 
-@pytest.mark.parametrize("template", ["This is it.", "{", "{}{}", "{name}", "{0.nothing}", 3])
+@pytest.mark.parametrize("template", ["This is it.", "{", "{}{}", "{name}", "{0.nothing}", "{0[a]}", 3])
 def test_template_without_a_place(served: Callable[..., Serving], tmp_path: Path, template: Any) -> None:
     with pytest.raises(InputError, match="hypothesis_template"):
         served("zero-shot/last", batch_size=4)("the cat", labels=["a"], hypothesis_template=template)

@@ -17,7 +17,7 @@ import transmuter
 from transmuter.errors import GraphBreakError, InputError, ModelError
 from transmuter.model import Model
 from transmuter.segments.executor import CompiledModel
-from transmuter.serving.vocabulary import embedding_rows
+from transmuter.serving.vocabulary import embedding_rows, gathered_tokens
 from transmuter.staging import exact_dtypes
 
 Outputs = dict[str, np.ndarray]
@@ -140,6 +140,7 @@ class TokenBatches:
         self.compiled: CompiledModel = transmuter.compile(model, outputs=outputs, cache_size=shapes)
         self._dtypes = {name: spec.dtype for name, spec in model.inputs.items()}
         self._tables = {name: rows for name in model.inputs if (rows := embedding_rows(model, name)) is not None}
+        self._gathered = {name: ids for name in model.inputs if (ids := gathered_tokens(model, name))}
         self._symbols = {spec.shape[1] for spec in tokens if isinstance(spec.shape[1], str)}
         self._is_fixed = bool(widths)
         self._growing: dict[str, tuple[int, ...]] = {}
@@ -147,7 +148,8 @@ class TokenBatches:
     # -- what a row is
 
     def key(self, row: Row) -> Hashable:
-        """What rows of one batch have in common: the shapes of what is no token array, and all lengths if unpadded.
+        """What rows of one batch have in common: the shapes of what is no token array, all lengths if unpadded, and how
+        often they have the tokens that the graph gathers from all rows at once.
 
         Raises:
             InputError: The row lacks an input of the model, its arrays disagree on its length, or it is too long.
@@ -179,7 +181,10 @@ class TokenBatches:
                     "tokenizer and the model from the same repository."
                 )
         others = tuple((n, x.shape) for n, x in sorted(arrays.items()) if x.ndim != 1 and n in self._dtypes)
-        return (others, length if self.sequence_lengths is None else None)
+        counts = tuple(
+            np.count_nonzero(arrays[name] == id) for name, ids in self._gathered.items() if name in arrays for id in ids
+        )
+        return (others, length if self.sequence_lengths is None else None, counts)
 
     def length(self, row: Row) -> int:
         """How many tokens a row has."""

@@ -86,7 +86,7 @@ def _results(name: str, run: Any, texts: Sequence[str]) -> Iterator[str]:
     if texts:
         inputs: Iterable[Any] = _of_texts(name, texts)
     else:
-        inputs = (_of_line(name, line) for line in map(str.rstrip, sys.stdin) if line)
+        inputs = (_of_line(name, line) for line in map(str.rstrip, sys.stdin or ()) if line)
     inputs = iter(inputs)
     # as many at once as the serving batches: a line that comes alone is not kept waiting for long
     while some := list(itertools.islice(inputs, run.batches.batch_size)):

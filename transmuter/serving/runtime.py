@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from transmuter.errors import ServingError
 from transmuter.serving.batching import Outputs, Row, plan, run
 from transmuter.serving.statistics import Recorder, Statistics
-from transmuter.serving.worker import Batches, Request, Worker
+from transmuter.serving.worker import Batches, Request, Worker, bounded
 
 _LAST_SECONDS = 5.0
 """How long the end of the process waits for a batch that runs."""
@@ -166,7 +166,7 @@ class Serving:
         worker.put(request, wait=wait)
         if request.admitted is not None:
             try:
-                request.admitted.result(timeout)
+                request.admitted.result(bounded(timeout))
             except BaseException as error:
                 worker.give_up(request)
                 if isinstance(error, TimeoutError):
@@ -211,7 +211,9 @@ class Serving:
         if warm_up:
             self.warm_up()
         with self._starting:
-            if self._worker is None:
+            if not self.is_started:  # one whose `stop` was interrupted ends by itself
+                if self._end is not None:
+                    self._end.detach()
                 self._worker = Worker(
                     self.batches, self._recorder, batch_timeout=self._timeout, max_queue=self._limit, name=self.name
                 )
@@ -353,4 +355,4 @@ def _list_result(task: Task, prepared: Sequence[tuple[list[Row], Any]]) -> Calla
 
 def _until(deadline: float | None) -> float | None:
     """The seconds that are left."""
-    return None if deadline is None else max(0.0, deadline - time.perf_counter())
+    return None if deadline is None else bounded(max(0.0, deadline - time.perf_counter()))

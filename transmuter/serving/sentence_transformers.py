@@ -112,7 +112,7 @@ class Prompts:
             return prompt
         if name is None:
             return self.texts.get(self.default, "") if self.default is not None else ""
-        if name not in self.texts:
+        if not isinstance(name, str) or name not in self.texts:
             known = ", ".join(sorted(self.texts)) or "none"
             raise InputError(
                 f"There is no prompt named {name!r}. Give one of those that there are ({known}), or prompt."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, Unpack
@@ -94,7 +94,11 @@ class TokenClassification:
         if aggregation not in _AGGREGATIONS:
             raise InputError(f"aggregation is {aggregation!r}. Give one of {', '.join(_AGGREGATIONS)}.")
         offsets.checked(options["unit"])
-        if isinstance(ignored, str) or not all(isinstance(label, str) for label in ignored):
+        if (
+            isinstance(ignored, str)
+            or not isinstance(ignored, Collection)
+            or not all(isinstance(label, str) for label in ignored)
+        ):
             raise InputError(f"ignore_labels are {ignored!r}. Give a list of labels.")
         if stride is None:
             return options

@@ -709,7 +709,10 @@ class Tokenizer:
 
     def id(self, token: str) -> int | None:
         """The id of a token's string, or None."""
-        return self._bare.token_to_id(token)
+        try:
+            return self._bare.token_to_id(token)
+        except UnicodeEncodeError:  # half of a surrogate pair
+            return None
 
 
 def _imported() -> Any:

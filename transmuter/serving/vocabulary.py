@@ -1,4 +1,4 @@
-"""How many tokens a model has embeddings for, as its graph tells."""
+"""What a graph tells of its tokens: how many it has embeddings for, and which it looks for."""
 
 from __future__ import annotations
 
@@ -48,6 +48,37 @@ def embedding_rows(model: Model, name: str = "input_ids") -> int | None:
                     rows = _rows(node.inputs[table])
                     found += [] if rows is None else [rows]
     return min(found, default=None)
+
+
+def gathered_tokens(model: Model, name: str = "input_ids") -> tuple[int, ...]:
+    """The tokens whose places the graph gathers from all rows of a batch at once, as BART's classifiers do with the end
+    of a text. It then takes them for equally many in each row, and mixes rows up where they are not.
+
+    Args:
+        model: A model.
+        name: The input with token ids.
+
+    Returns:
+        Their ids, in ascending order.
+    """
+    found: set[int] = set()
+    pending = [(value, None) for value in model.graph.inputs if value.name == name]
+    seen = set()
+    while pending:
+        value, tokens = pending.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        for node, index in value.uses():
+            if node.op_type == "NonZero" and tokens is not None:
+                found.update(tokens)
+            elif node.op_type in _MOVES and index == 0:
+                pending += [(output, tokens) for output in node.outputs]
+            elif node.op_type == "Equal" and tokens is None:
+                constant = ir.convenience.get_const_tensor(node.inputs[1 - index])
+                if constant is not None and constant.size == 1:
+                    pending.append((node.outputs[0], (int(constant.numpy().reshape(())),)))
+    return tuple(sorted(found))
 
 
 def _axis(node: ir.Node) -> int:

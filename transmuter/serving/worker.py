@@ -200,7 +200,7 @@ class Worker:
         thread = None
         while thread is not self._thread:  # another may have taken the place of one that died
             thread = self._thread
-            thread.join(None if deadline is None else max(0.0, deadline - time.perf_counter()))
+            thread.join(None if deadline is None else bounded(max(0.0, deadline - time.perf_counter())))
         self._fail_waiting()
         return not thread.is_alive()
 
@@ -289,7 +289,7 @@ class Worker:
                     break
                 if not block:
                     return []
-                self._work.wait(left)
+                self._work.wait(bounded(left))
             for entry in chosen:
                 del self._queue[entry]
             # One whose request was cancelled just now has not been removed yet.
@@ -396,6 +396,11 @@ class Worker:
             request.future.set_exception(error)
         except InvalidStateError:  # it was cancelled just now
             return
+
+
+def bounded(seconds: float | None) -> float | None:
+    """No more seconds than a lock takes, which cannot wait for infinitely many."""
+    return None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
 
 
 def _runs(future: Future[Any]) -> bool:

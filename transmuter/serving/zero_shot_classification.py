@@ -121,7 +121,7 @@ def hypotheses(labels: Sequence[str], template: Any) -> list[str]:
     try:
         if isinstance(template, str) and template.format("label") != template:
             return [template.format(label) for label in labels]
-    except (IndexError, KeyError, ValueError, AttributeError):
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError):
         pass
     raise InputError(f"hypothesis_template is {template!r}, without a place for the label. Put {{}} there.")
 
