@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +58,17 @@ def file(tmp_path: Path) -> Path:
     np.savez(tmp_path / "inputs.npz", n=np.array([2, WEIGHT.shape[1]], np.float32))
     np.save(tmp_path / "one.npy", WEIGHT)
     return tmp_path / "model.onnx"
+
+
+def test_a_reader_that_has_had_enough(tmp_path: Path) -> None:
+    """As `head`: what is written after it has ended is no error."""
+    path = tmp_path / "model.onnx"
+    onnx.save(model_of([helper.make_node("Relu", ["x"], ["y"])], [info("x")], [info("y")]), path)
+    command = [sys.executable, "-m", "transmuter", "inspect", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
 
 
 def test_explain(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

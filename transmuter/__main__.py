@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import sys
 import zipfile
@@ -37,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = options.run(options)
         for line in result if isinstance(result, Iterator) else (result,):
             print(line, flush=True)
+    except BrokenPipeError:  # whoever reads has had enough, as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor does the end of the process write there
+        return 0
     except (transmuter.TransmuterError, OSError, ValueError) as error:
         print(f"transmuter: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 2

@@ -44,13 +44,21 @@ def _agree(texts, results, **options):
 
 @pytest.mark.parametrize(
     ("given", "buckets"),
-    [(1, (1,)), (2, (1, 2)), (3, (1, 3)), (8, (1, 2, 8)), (32, (1, 2, 8, 32)), ((8,), (8,)), ([4, 1, 4], (1, 4))],
+    [
+        (1, (1,)),
+        (2, (1, 2)),
+        (3, (1, 3)),
+        (np.int64(8), (1, 2, 8)),
+        (32, (1, 2, 8, 32)),
+        ((8,), (8,)),
+        ([4, 1, 4], (1, 4)),
+    ],
 )
 def test_numbers_of_rows(given, buckets):
     assert row_buckets(given) == buckets
 
 
-@pytest.mark.parametrize("given", [0, -1, (), (0, 2)])
+@pytest.mark.parametrize("given", [0, -1, (), (0, 2), 2.0, "8", None, (2.5,)])
 def test_a_batch_has_a_row(given):
     with pytest.raises(ValueError, match="must be a positive number"):
         row_buckets(given)

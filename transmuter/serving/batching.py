@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import os
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -49,19 +50,32 @@ class Row:
     arrays: Mapping[str, np.ndarray]
 
 
+def positive_sizes(name: str, given: int | Sequence[int]) -> tuple[int, ...]:
+    """A number, or several, as sorted ones.
+
+    Raises:
+        ValueError: It is neither, or one is not positive.
+    """
+    try:
+        several = given if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else (given,)
+        sizes = tuple(sorted({operator.index(size) for size in several}))
+    except TypeError:
+        sizes = ()
+    if not sizes or sizes[0] < 1:
+        raise ValueError(f"{name} is {given!r}, but must be a positive number, or some of them.")
+    return sizes
+
+
 def row_buckets(batch_size: int | Sequence[int]) -> tuple[int, ...]:
     """The numbers of rows that a batch is padded to: `batch_size`, a quarter of it, a sixteenth, and so on to 1.
 
     A few rows then cost little more than they must, and few shapes are compiled. Several numbers are taken as they are.
     """
-    if not isinstance(batch_size, int):
-        sizes = tuple(sorted(set(batch_size)))
-    else:
-        sizes = tuple(sorted({max(1, batch_size // 4**i) for i in range(max(1, batch_size).bit_length())}))
-        sizes = sizes if batch_size > 0 else ()
-    if not sizes or sizes[0] < 1:
-        raise ValueError(f"batch_size is {batch_size!r}, but must be a positive number, or some of them.")
-    return sizes
+    sizes = positive_sizes("batch_size", batch_size)
+    if isinstance(batch_size, Iterable):
+        return sizes
+    (size,) = sizes
+    return tuple(sorted({max(1, size // 4**i) for i in range(size.bit_length())}))
 
 
 def quantizes_dynamically(model: Model) -> bool:
@@ -120,16 +134,14 @@ class TokenBatches:
         if fixed:
             self.batch_sizes = tuple(sorted(fixed))
         self.batch_size = self.batch_sizes[-1]
-        lengths = (sequence_lengths,) if isinstance(sequence_lengths, int) else sequence_lengths
+        lengths = None if sequence_lengths is None else positive_sizes("sequence_length", sequence_lengths)
         widths = {spec.shape[1] for spec in tokens if isinstance(spec.shape[1], int)}
         is_masked = any("mask" in name for name in model.inputs)
         if widths:
-            lengths = widths
+            lengths = tuple(sorted(widths))
         elif not is_masked and lengths is not None:
             lengths, max_length = None, max(lengths)
-        self.sequence_lengths = None if lengths is None else tuple(sorted(set(lengths)))
-        if self.sequence_lengths is not None and (not self.sequence_lengths or self.sequence_lengths[0] < 1):
-            raise ValueError(f"sequence_lengths are {sequence_lengths!r}, but must be positive numbers.")
+        self.sequence_lengths = lengths
         self.max_length = max_length if self.sequence_lengths is None else self.sequence_lengths[-1]
         self._pads, self._side = dict(pad_values or {}), padding_side
         self._is_on_cpu = (model.device.platform if model.device is not None else jax.default_backend()) == "cpu"

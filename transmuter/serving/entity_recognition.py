@@ -13,7 +13,7 @@ import numpy as np
 
 from transmuter.errors import InputError, ModelError
 from transmuter.serving import offsets
-from transmuter.serving.batching import Row, quantizes_dynamically
+from transmuter.serving.batching import Row, positive_sizes, quantizes_dynamically
 from transmuter.serving.inputs import merged, text_of
 from transmuter.serving.offsets import Unit
 from transmuter.serving.options import Options, open_text, served
@@ -89,7 +89,7 @@ def zero_shot_entity_recognition(
         )
     limit = opened.tokenizer.max_length
     lengths = options.get("sequence_length", None if quantizes_dynamically(opened.model) else SEQUENCE_LENGTHS)
-    lengths = (lengths,) if isinstance(lengths, int) else lengths
+    lengths = None if lengths is None else positive_sizes("sequence_length", lengths)
     if lengths is None:
         limit = SEQUENCE_LENGTHS[-1] if limit is None else limit
     elif limit is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from transmuter.errors import ModelError
 from transmuter.model import Model
-from transmuter.serving.batching import TokenBatches, quantizes_dynamically
+from transmuter.serving.batching import TokenBatches, positive_sizes, quantizes_dynamically
 from transmuter.serving.runtime import Serving, Task
 from transmuter.serving.worker import Batches
 
@@ -122,7 +122,7 @@ def token_batches(
         pad_values: By input, besides that of `input_ids`, which is the tokenizer's.
     """
     lengths = options.get("sequence_length", None if quantizes_dynamically(opened.model) else sequence_lengths)
-    lengths = (lengths,) if isinstance(lengths, int) else lengths
+    lengths = None if lengths is None else positive_sizes("sequence_length", lengths)
     limits = [limit for limit in (max_length, limit_of(opened)) if limit is not None]
     limit = min(limits) if limits else None
     if lengths is None:

@@ -10,7 +10,7 @@ import transmuter
 from transmuter.errors import InputError, ModelError
 from transmuter.model import Model
 from transmuter.segments.executor import CompiledModel
-from transmuter.serving.batching import Outputs, Row, plan, row_buckets
+from transmuter.serving.batching import Outputs, Row, plan, positive_sizes, row_buckets
 
 _SHAPES = 64
 """How many shapes stay compiled where each length is one."""
@@ -79,10 +79,8 @@ class WordBatches:
         self.model, self.max_words, self.max_width = model, max_words, max_width
         self.batch_sizes = row_buckets(batch_size)
         self.batch_size = self.batch_sizes[-1]
-        lengths = (sequence_lengths,) if isinstance(sequence_lengths, int) else sequence_lengths
-        self.sequence_lengths = None if lengths is None else tuple(sorted(set(lengths)))
-        if self.sequence_lengths is not None and (not self.sequence_lengths or self.sequence_lengths[0] < 1):
-            raise ValueError(f"sequence_lengths are {sequence_lengths!r}, but must be positive numbers.")
+        lengths = None if sequence_lengths is None else positive_sizes("sequence_length", sequence_lengths)
+        self.sequence_lengths = lengths
         self.max_length = max_length if self.sequence_lengths is None else self.sequence_lengths[-1]
         self._pad_id, self._label_id, self._labels, self._is_spread = pad_id, label_id, labels, is_spread
         shapes = _SHAPES if self.sequence_lengths is None else len(self.batch_sizes) * len(self._shapes())
