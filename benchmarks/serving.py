@@ -14,13 +14,12 @@ import functools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ import graphs
 import inference
 import numpy as np
 import onnx
+import turns
 from bars import Row, report
 from onnx import numpy_helper
 
@@ -273,40 +273,18 @@ def work(runtime: str, folder: str, count: str, threads: str) -> None:
 # ---- the process that starts them ----------------------------------------------------------------------------------
 
 
-class Worker:
-    """A process that embeds all sentences when it is told to. Use it as a context.
-
-    Attributes:
-        seconds: What each round took.
-    """
+class Worker(turns.Process):
+    """A process that embeds all sentences."""
 
     def __init__(self, runtime: str, folder: str, count: int, threads: int):
-        command = [sys.executable, __file__, "--worker", runtime, folder, str(count), str(threads)]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "true"}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
-        )
-        self.seconds: list[float] = []
+        arguments = [__file__, "--worker", runtime, folder, str(count), str(threads)]
+        super().__init__(arguments, {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "true"})
         self.runtime, self._folder, self._count = runtime, folder, count
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.process.communicate()  # closes its input, which ends it
-
-    def encode(self) -> None:
-        with suppress(BrokenPipeError):  # it has ended, as its empty line tells
-            self.process.stdin.write("\n")
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{' '.join(self.process.args)} ended with status {self.process.wait()}")
-        self.seconds.append(json.loads(line)["seconds"])
 
     @property
     def rate(self) -> float:
         """Sentences per second: the median of the rounds after the first."""
-        return self._count / statistics.median(self.seconds[_WARMUP:])
+        return self._count / statistics.median(done["seconds"] for done in self.rounds[_WARMUP:])
 
     @functools.cached_property
     def embeddings(self) -> np.ndarray:
@@ -320,7 +298,7 @@ def measured(runtimes: Sequence[str], folder: str, count: int, repeats: int, thr
         workers = {name: stack.enter_context(Worker(name, folder, count, threads)) for name in runtimes}
         for _ in range(_WARMUP + repeats):
             for worker in workers.values():
-                worker.encode()
+                worker.work()
     return workers
 
 

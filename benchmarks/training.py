@@ -15,21 +15,20 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import graphs
 import inference
 import memory
 import numpy as np
 import onnx
+import turns
 from bars import Row, report
 
 _RATE = 1e-5
@@ -144,41 +143,21 @@ def work(runtime: str, name: str, folder: str, threads: str) -> None:
 # ---- the process that starts them ----------------------------------------------------------------------------------
 
 
-class Worker:
-    """A process that makes steps when it is told to. Use it as a context.
-
-    Attributes:
-        steps: What it wrote of each step.
-    """
+class Worker(turns.Process):
+    """A process that makes steps."""
 
     def __init__(self, runtime: str, case: Case, folder: str, threads: int):
-        command = [sys.executable, __file__, "--worker", runtime, case.name, folder, str(threads)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-        self.steps: list[dict[str, float]] = []
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.process.communicate()  # closes its input, which ends it
-
-    def make_step(self) -> None:
-        with suppress(BrokenPipeError):  # it has ended, as its empty line tells
-            self.process.stdin.write("\n")
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{' '.join(self.process.args)} ended with status {self.process.wait()}")
-        self.steps.append(json.loads(line))
+        super().__init__([__file__, "--worker", runtime, case.name, folder, str(threads)])
 
     @property
     def ms(self) -> float:
         """The median of the steps after the first ones."""
-        return statistics.median(step["ms"] for step in self.steps[_WARMUP:])
+        return statistics.median(step["ms"] for step in self.rounds[_WARMUP:])
 
     @property
     def peak(self) -> float:
         """In MB."""
-        return self.steps[-1]["peak"] / 1e6
+        return self.rounds[-1]["peak"] / 1e6
 
 
 def measure(case: Case, runtimes: list[str], repeats: int, threads: int) -> dict[str, Worker]:
@@ -188,7 +167,7 @@ def measure(case: Case, runtimes: list[str], repeats: int, threads: int) -> dict
         workers = {name: stack.enter_context(Worker(name, case, folder, threads)) for name in runtimes}
         for _ in range(_WARMUP + repeats):
             for worker in workers.values():
-                worker.make_step()
+                worker.work()
     return workers
 
 
@@ -211,7 +190,7 @@ def rows(only: str, repeats: int, threads: int) -> Iterator[Row]:
         mine = workers.pop("ours")
         for mode, theirs in workers.items():
             bars = (case.must, case.aim) if mode == "eager" else (None, None)
-            losses = [[step["loss"] for step in worker.steps[:_WARMUP]] for worker in (mine, theirs)]
+            losses = [[step["loss"] for step in worker.rounds[:_WARMUP]] for worker in (mine, theirs)]
             error = float(np.abs(np.subtract(*losses)).max())
             yield Row(_label(case, mode), mine.ms, theirs.ms, "ms", mine.ms / theirs.ms, *bars, error)
             yield Row(f"{_label(case, mode)}, peak", mine.peak, theirs.peak, "MB", mine.peak / theirs.peak)

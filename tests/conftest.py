@@ -18,6 +18,8 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "doc
 
 MATERIAL = Path(os.environ.get("TRANSMUTER_MATERIAL", Path(__file__).parents[2] / "shared"))
 """The folder of recorded models, which is no part of this repository; tests that use it skip without it."""
+ZOO = MATERIAL / "zoo"
+needs_zoo = pytest.mark.skipif(not ZOO.exists(), reason=f"no recorded models at {MATERIAL}")
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,11 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
 
 LARGE = 1 << 20
 """Files of so many bytes are told of as those in large file storage are."""
@@ -110,6 +113,16 @@ class StandIn:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+    def be_the_hub(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+        """Lets huggingface_hub take it for the Hub in this process, with a cache of its own and no token."""
+        from huggingface_hub import constants
+
+        monkeypatch.setattr(constants, "ENDPOINT", self.endpoint)
+        template = self.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
 
     def gets(self, path: str = "") -> list[Request]:
         """The downloads of files whose paths end like this."""

@@ -58,13 +58,7 @@ def stand_in(files: dict[str, bytes]) -> Iterator[StandIn]:
 @pytest.fixture
 def here(stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """The stand-in, which huggingface_hub takes for the Hub in this process, with an empty cache."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", stand_in.endpoint)
-    template = stand_in.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.delenv("HF_TOKEN", raising=False)
+    stand_in.be_the_hub(monkeypatch, tmp_path / "hub")
     return stand_in
 
 

@@ -74,7 +74,7 @@ def fetch(
         )
     except errors.LocalEntryNotFoundError as error:
         if isinstance(error.__cause__, errors.HfHubHTTPError):
-            raise _refused(where, error.__cause__) from error
+            raise _refused(where, error.__cause__, repository, revision) from error
         reason = "offline mode is on" if offline else "the Hub cannot be reached"
         raise HubError(f"{where} is not in the cache, and {reason}. Check the network, or HF_HUB_OFFLINE.") from error
     except errors.EntryNotFoundError as error:

@@ -46,18 +46,23 @@ def _classes(classes: int, **config: Any) -> Callable[[Path], Path]:
     return lambda folder: write(folder, encoder(classes=classes), config=config, max_length=32)
 
 
+def causal(folder: Path, files: dict[str, Any], **options: Any) -> Path:
+    """Writes the repository of a causal reranker; `options` are those of `write`."""
+    tokenizer = byte_pieces()
+    return write(
+        folder,
+        decoder(tokenizer.get_vocab_size()),
+        config=RERANKER_CONFIG,
+        tokenizer=tokenizer,
+        tokenizer_config=RERANKER_TOKENS,
+        files=files,
+        **options,
+    )
+
+
 def _causal(files: dict[str, Any], max_length: int = 256) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
-        tokenizer = byte_pieces()
-        return write(
-            folder,
-            decoder(tokenizer.get_vocab_size()),
-            config=RERANKER_CONFIG,
-            tokenizer=tokenizer,
-            tokenizer_config=RERANKER_TOKENS,
-            max_length=max_length,
-            files=files,
-        )
+        return causal(folder, files, max_length=max_length)
 
     return make
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
-from conftest import MATERIAL
+from conftest import ZOO, needs_zoo
 
 from transmuter.errors import InputError, ModelError
 from transmuter.serving import zero_shot_entity_recognition
@@ -20,8 +20,6 @@ from transmuter.serving.text_classification import sigmoid
 
 RECORDED = Path(__file__).parent / "recorded"
 CASES = json.loads((RECORDED / "entities.json").read_text(encoding="utf-8"))
-ZOO = MATERIAL / "zoo"
-needs_zoo = pytest.mark.skipif(not ZOO.exists(), reason=f"no recorded models at {MATERIAL}")
 LABELS = ["person", "city", "small animal"]
 TEXT = "The cat sat on the mat in Paris."
 

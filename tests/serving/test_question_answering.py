@@ -9,7 +9,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import recorded_tokens as recorded
-from conftest import MATERIAL
+from conftest import ZOO, needs_zoo
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from tiny_repositories import make_repository
 
@@ -17,8 +17,6 @@ from transmuter.errors import InputError, ModelError
 from transmuter.serving import question_answering
 from transmuter.serving.question_answering import Answer, Span, added_up, best_spans, probabilities
 
-ZOO = MATERIAL / "zoo"
-needs_zoo = pytest.mark.skipif(not ZOO.exists(), reason=f"no recorded models at {MATERIAL}")
 NAMES = [name for name, (task, _) in recorded.REPOSITORIES.items() if task == "question-answering"]
 RECORDED = json.loads((recorded.FOLDER / "question-answering.json").read_text(encoding="utf-8"))
 

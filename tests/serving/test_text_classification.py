@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import MATERIAL
+from conftest import ZOO, needs_zoo
 from formula_repositories import PIECES, encoder, logits_of, write
 from recorded_cases import REPOSITORIES, recorded
 from test_models import onnxruntime_noise, onnxruntime_outputs, rms
@@ -18,9 +18,6 @@ from test_models import onnxruntime_noise, onnxruntime_outputs, rms
 from transmuter.errors import InputError, ModelError
 from transmuter.serving import Repository, Serving, Tokenizer, text_classification
 from transmuter.serving.text_classification import default_function, predictions, sigmoid, softmax
-
-ZOO = MATERIAL / "zoo"
-needs_zoo = pytest.mark.skipif(not ZOO.exists(), reason=f"no recorded models at {MATERIAL}")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from comparison import assert_equal
-from conftest import MATERIAL
+from conftest import ZOO, needs_zoo
 from formula_repositories import PIECES, WIDTH, encoder, hidden_states, sentence_files, write
 from recorded_cases import REPOSITORIES, TEXTS, recorded
 from test_models import (
@@ -28,8 +28,6 @@ from transmuter.errors import InputError, ModelError
 from transmuter.serving import Repository, Serving, Tokenizer, text_embedding
 from transmuter.serving.sentence_transformers import normalize, pool
 
-ZOO = MATERIAL / "zoo"
-needs_zoo = pytest.mark.skipif(not ZOO.exists(), reason=f"no recorded models at {MATERIAL}")
 LONG = {"batch_size": 4, "sequence_length": (16, 64)}
 SENTENCES = [
     "This is an example sentence.",

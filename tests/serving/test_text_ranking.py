@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import MATERIAL
+from conftest import ZOO, needs_zoo
 from formula_repositories import (
     RERANKER_CONFIG,
     RERANKER_TEMPLATE,
-    RERANKER_TOKENS,
     byte_pieces,
     decoder,
     encoder,
@@ -24,15 +23,13 @@ from formula_repositories import (
     sentence_files,
     write,
 )
-from recorded_cases import REPOSITORIES, recorded
+from recorded_cases import REPOSITORIES, causal, recorded
 from test_models import at_exact_level, onnxruntime_outputs
 
 import transmuter
 from transmuter.errors import InputError, ModelError
 from transmuter.serving import ChatTemplate, Repository, Serving, Tokenizer, text_ranking
 
-ZOO = MATERIAL / "zoo"
-needs_zoo = pytest.mark.skipif(not ZOO.exists(), reason=f"no recorded models at {MATERIAL}")
 DOCUMENTS = ["the cat sat on the mat", "berlin people", "a good film"]
 
 
@@ -172,19 +169,6 @@ def test_unknown_activation(tmp_path: Path, name: Any) -> None:
 
 
 # -- causal language models
-
-
-def causal(folder: Path, files: dict[str, Any], **options: Any) -> Path:
-    tokenizer = byte_pieces()
-    return write(
-        folder,
-        decoder(tokenizer.get_vocab_size()),
-        config=RERANKER_CONFIG,
-        tokenizer=tokenizer,
-        tokenizer_config=RERANKER_TOKENS,
-        files=files,
-        **options,
-    )
 
 
 def test_scores_the_text_of_the_chat_template(served: Callable[..., Serving]) -> None:

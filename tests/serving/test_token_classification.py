@@ -11,7 +11,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import recorded_tokens as recorded
-from conftest import MATERIAL
+from conftest import ZOO, needs_zoo
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from tiny_repositories import make_repository
 
@@ -19,8 +19,6 @@ from transmuter.errors import InputError, ModelError
 from transmuter.serving import token_classification
 from transmuter.serving.token_classification import Entity, Token, entities_of, without_overlaps
 
-ZOO = MATERIAL / "zoo"
-needs_zoo = pytest.mark.skipif(not ZOO.exists(), reason=f"no recorded models at {MATERIAL}")
 NAMES = [name for name, (task, _) in recorded.REPOSITORIES.items() if task == "token-classification"]
 RECORDED = json.loads((recorded.FOLDER / "token-classification.json").read_text(encoding="utf-8"))
 

@@ -10,16 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import MATERIAL
+from conftest import ZOO, needs_zoo
 from formula_repositories import encoder, write
 from recorded_cases import NLI, REPOSITORIES, recorded
 
 from transmuter.errors import InputError, ModelError
 from transmuter.serving import Serving, zero_shot_classification
 from transmuter.serving.zero_shot_classification import hypotheses, label_scores, labels_of
-
-ZOO = MATERIAL / "zoo"
-needs_zoo = pytest.mark.skipif(not ZOO.exists(), reason=f"no recorded models at {MATERIAL}")
 
 
 @pytest.fixture(scope="module")

@@ -241,11 +241,7 @@ class TokenBatches:
             InputError, ModelError: What `key` raises.
             ExecutionError: XLA failed.
         """
-        results: list[Outputs] = [{}] * len(rows)
-        for indexes, found in run(self, rows, plan(self, rows)):
-            for index, outputs in zip(indexes, found, strict=True):
-                results[index] = outputs
-        return results
+        return run_all(self, rows)
 
     def launch(self, rows: Sequence[Row]) -> Callable[[], list[Outputs]]:
         """Starts a batch of rows of one key, no more than there is `room` for. Returns what waits for its results."""
@@ -414,6 +410,15 @@ def run(
             yield indexes, wait()
     for indexes, wait in flying:
         yield indexes, wait()
+
+
+def run_all(batches: Any, rows: Sequence[Row]) -> list[Outputs]:
+    """Runs any number of rows, in as many batches as that takes. Returns the outputs by row."""
+    results: list[Outputs] = [{}] * len(rows)
+    for indexes, found in run(batches, rows, plan(batches, rows)):
+        for index, outputs in zip(indexes, found, strict=True):
+            results[index] = outputs
+    return results
 
 
 def _cores() -> int:

@@ -13,13 +13,13 @@ import numpy as np
 
 from transmuter.errors import InputError, ModelError
 from transmuter.serving import offsets
-from transmuter.serving.batching import Row, positive_sizes, quantizes_dynamically
+from transmuter.serving.batching import Row
 from transmuter.serving.inputs import merged, text_of
 from transmuter.serving.offsets import Unit
-from transmuter.serving.options import Options, open_text, served
+from transmuter.serving.options import Options, open_text, padded_lengths, served
+from transmuter.serving.outputs import sigmoid
 from transmuter.serving.repository import Repository, setting
 from transmuter.serving.runtime import Serving
-from transmuter.serving.text_classification import sigmoid
 from transmuter.serving.tokenizer import Tokenizer
 from transmuter.serving.word_batches import WordBatches
 
@@ -87,13 +87,7 @@ def zero_shot_entity_recognition(
             f"The model takes words as gliner's {kind!r} splits them, which is not known here. Give words_splitter, a "
             "function that yields (word, start, end)."
         )
-    limit = opened.tokenizer.max_length
-    lengths = options.get("sequence_length", None if quantizes_dynamically(opened.model) else SEQUENCE_LENGTHS)
-    lengths = None if lengths is None else positive_sizes("sequence_length", lengths)
-    if lengths is None:
-        limit = SEQUENCE_LENGTHS[-1] if limit is None else limit
-    elif limit is not None:
-        lengths = tuple(min(length, limit) for length in lengths)
+    lengths, limit = padded_lengths(opened.model, options, SEQUENCE_LENGTHS, opened.tokenizer.max_length)
     defaults = {
         "labels": labels,
         "threshold": threshold,

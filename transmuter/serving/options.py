@@ -102,6 +102,27 @@ def limit_of(opened: Opened) -> int | None:
     return min(limits) if limits else None
 
 
+def padded_lengths(
+    model: Model, options: Options, default: Sequence[int], limit: int | None
+) -> tuple[tuple[int, ...] | None, int | None]:
+    """The lengths that rows are padded to, None if they are not, and the most tokens of a row, None without a limit.
+
+    Args:
+        model: Whose rows.
+        options: Those of the task function.
+        default: The task's own lengths.
+        limit: The most tokens that the model takes.
+
+    Raises:
+        ValueError: `sequence_length` is neither a positive number nor some of them.
+    """
+    lengths = options.get("sequence_length", None if quantizes_dynamically(model) else default)
+    if lengths is None:
+        return None, max(default) if limit is None else limit
+    lengths = positive_sizes("sequence_length", lengths)
+    return lengths if limit is None else tuple(min(length, limit) for length in lengths), limit
+
+
 def token_batches(
     opened: Opened,
     options: Options,
@@ -121,14 +142,8 @@ def token_batches(
         outputs: Which outputs, or internal values, the task needs; None is all.
         pad_values: By input, besides that of `input_ids`, which is the tokenizer's.
     """
-    lengths = options.get("sequence_length", None if quantizes_dynamically(opened.model) else sequence_lengths)
-    lengths = None if lengths is None else positive_sizes("sequence_length", lengths)
     limits = [limit for limit in (max_length, limit_of(opened)) if limit is not None]
-    limit = min(limits) if limits else None
-    if lengths is None:
-        limit = max(sequence_lengths) if limit is None else limit
-    elif limit is not None:
-        lengths = tuple(min(length, limit) for length in lengths)
+    lengths, limit = padded_lengths(opened.model, options, sequence_lengths, min(limits, default=None))
     return TokenBatches(
         opened.model,
         batch_size=options.get("batch_size", 1),
@@ -145,4 +160,13 @@ def served(task: Task, batches: Batches, options: Options, *, name: str) -> Serv
     return Serving(task, batches, name=name, **wanted)
 
 
-__all__ = ["SEQUENCE_LENGTHS", "Opened", "Options", "limit_of", "open_text", "served", "token_batches"]
+__all__ = [
+    "SEQUENCE_LENGTHS",
+    "Opened",
+    "Options",
+    "limit_of",
+    "open_text",
+    "padded_lengths",
+    "served",
+    "token_batches",
+]

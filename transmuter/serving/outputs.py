@@ -1,8 +1,10 @@
-"""Which output of a graph is the one that a task needs."""
+"""Outputs of a graph: which is the one that a task needs, and scores of logits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import numpy as np
 
 from transmuter.errors import ModelError
 from transmuter.model import Model
@@ -23,3 +25,15 @@ def find_output(model: Model, names: Sequence[str], task: str) -> str:
         f"The model has the outputs {', '.join(model.outputs)}, and none is named {' or '.join(names)}. "
         f"Use a model that is exported for {task}."
     )
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Along the last axis."""
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    """Of each; without overflow where logits are far below 0."""
+    powers = np.exp(-np.abs(logits))
+    return np.where(logits >= 0, 1 / (1 + powers), powers / (1 + powers))

@@ -15,6 +15,7 @@ from transmuter.serving.batching import Row
 from transmuter.serving.inputs import merged, token_row
 from transmuter.serving.offsets import Unit
 from transmuter.serving.options import Options, open_text, served, token_batches
+from transmuter.serving.outputs import softmax
 from transmuter.serving.repository import Repository
 from transmuter.serving.runtime import Serving
 from transmuter.serving.tokenizer import Encoding, Tokenizer
@@ -262,9 +263,7 @@ class Window:
 
 def probabilities(logits: np.ndarray, seen: np.ndarray) -> np.ndarray:
     """Of each token, among those that are `seen`. Both are [tokens]."""
-    logits = np.where(seen, np.asarray(logits, np.float32), _NEVER)
-    powers = np.exp(logits - logits.max())
-    return powers / powers.sum()
+    return softmax(np.where(seen, np.asarray(logits, np.float32), _NEVER))
 
 
 def best_spans(

@@ -14,7 +14,7 @@ from transmuter.serving.batching import Row
 from transmuter.serving.inputs import merged, pair_of, token_row
 from transmuter.serving.labels import label_of, read_labels
 from transmuter.serving.options import Options, open_text, served, token_batches
-from transmuter.serving.outputs import find_output
+from transmuter.serving.outputs import find_output, sigmoid, softmax
 from transmuter.serving.repository import Repository
 from transmuter.serving.runtime import Serving
 from transmuter.serving.tokenizer import Tokenizer
@@ -114,18 +114,6 @@ def scores(logits: np.ndarray, function: Function) -> np.ndarray:
     if function == "sigmoid":
         return sigmoid(logits)
     return softmax(logits)
-
-
-def softmax(logits: np.ndarray) -> np.ndarray:
-    """Along the last axis."""
-    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return powers / powers.sum(axis=-1, keepdims=True)
-
-
-def sigmoid(logits: np.ndarray) -> np.ndarray:
-    """Of each; without overflow where logits are far below 0."""
-    powers = np.exp(-np.abs(logits))
-    return np.where(logits >= 0, 1 / (1 + powers), powers / (1 + powers))
 
 
 def predictions(values: np.ndarray, labels: Mapping[int, str] | None, top_k: int | None = None) -> list[dict[str, Any]]:

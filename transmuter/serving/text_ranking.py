@@ -12,11 +12,10 @@ from transmuter.errors import InputError, ModelError
 from transmuter.serving.batching import Row
 from transmuter.serving.inputs import merged, token_row
 from transmuter.serving.options import Opened, Options, open_text, served, token_batches
-from transmuter.serving.outputs import find_output
+from transmuter.serving.outputs import find_output, sigmoid
 from transmuter.serving.repository import Repository, setting
 from transmuter.serving.runtime import Serving
 from transmuter.serving.sentence_transformers import Messages, Prompts, SentenceFiles, read_files, read_module
-from transmuter.serving.text_classification import sigmoid
 from transmuter.serving.tokenizer import Tokenizer
 
 Activation = Literal["sigmoid", "identity", "tanh", "relu"]

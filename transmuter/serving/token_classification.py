@@ -17,10 +17,9 @@ from transmuter.serving.inputs import merged, text_of, token_row
 from transmuter.serving.labels import label_of, read_labels
 from transmuter.serving.offsets import Unit
 from transmuter.serving.options import Options, open_text, served, token_batches
-from transmuter.serving.outputs import find_output
+from transmuter.serving.outputs import find_output, softmax
 from transmuter.serving.repository import Repository
 from transmuter.serving.runtime import Serving
-from transmuter.serving.text_classification import softmax
 from transmuter.serving.tokenizer import Encoding, Tokenizer
 
 Aggregation = Literal["none", "same", "simple", "first", "average", "max"]

@@ -10,7 +10,7 @@ import transmuter
 from transmuter.errors import InputError, ModelError
 from transmuter.model import Model
 from transmuter.segments.executor import CompiledModel
-from transmuter.serving.batching import Outputs, Row, plan, positive_sizes, row_buckets
+from transmuter.serving.batching import Outputs, Row, positive_sizes, row_buckets, run_all
 
 _SHAPES = 64
 """How many shapes stay compiled where each length is one."""
@@ -144,11 +144,7 @@ class WordBatches:
             InputError: A row is too long.
             ExecutionError: XLA failed.
         """
-        results: list[Outputs] = [{}] * len(rows)
-        for indexes in plan(self, rows):
-            for index, outputs in zip(indexes, self.launch([rows[i] for i in indexes])(), strict=True):
-                results[index] = outputs
-        return results
+        return run_all(self, rows)
 
     def launch(self, rows: Sequence[Row]) -> Callable[[], list[Outputs]]:
         """Starts a batch of rows of one key, at most `batch_size`. Returns what waits for its results."""

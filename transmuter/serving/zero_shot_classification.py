@@ -15,10 +15,9 @@ from transmuter.serving.batching import Row
 from transmuter.serving.inputs import merged, text_of, token_row
 from transmuter.serving.labels import read_ids
 from transmuter.serving.options import Options, open_text, served, token_batches
-from transmuter.serving.outputs import find_output
+from transmuter.serving.outputs import find_output, softmax
 from transmuter.serving.repository import Repository
 from transmuter.serving.runtime import Serving
-from transmuter.serving.text_classification import softmax
 from transmuter.serving.tokenizer import Tokenizer
 
 
