@@ -100,7 +100,7 @@ def integer_matmul(a: Array, b: Array, a_zero: Array, b_zero: Array) -> jax.Arra
         return integer_matmul(a, b[:, None], a_zero, b_zero)[..., 0]
     rows = a.shape[:-1] if b.ndim == 2 else a.shape[-2:-1]
     if rows and set(rows) == {1}:
-        a = jnp.pad(a, [*[(0, 0)] * (a.ndim - 2), (0, 3), (0, 0)])
+        a = lax.pad(a, np.zeros((), a.dtype), [*[(0, 0, 0)] * (a.ndim - 2), (0, 3, 0), (0, 0, 0)])
         return integer_matmul(a, b, a_zero, b_zero)[..., :1, :]
     total = jnp.matmul(a, b, preferred_element_type=np.int32)
     if not _is_zero(a_zero):

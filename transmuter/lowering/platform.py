@@ -16,11 +16,16 @@ import jaxlib
 import jaxlib.utils
 import numpy as np
 
+from transmuter import native
 from transmuter.lowering.arrays import HALVES
 
 _FEW_ROWS = range(2, 32)
 """For matrices of so many rows, YNNPACK's products are faster than Eigen's."""
 _LOOPS = {"scan", "while"}
+_OWN = {"cpu_product", "cpu_convolution"}
+"""What kernels of our own compute."""
+_CONVOLUTIONS = {"conv_general_dilated", "cpu_convolution"}
+_PRODUCTS = {"dot_general", *_CONVOLUTIONS, *_OWN}
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _NO_YNNPACK: Mapping[str, str] = MappingProxyType({"xla_cpu_experimental_ynn_fusion_type": ""})
 _YNNPACK_REDUCES: Mapping[str, str] = MappingProxyType(
@@ -51,6 +56,11 @@ def on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
+def has_kernels() -> bool:
+    """Whether there are kernels of our own for the platform."""
+    return on_cpu() and native.available()
+
+
 def has_float64() -> bool:
     """Whether the platform computes in float64."""
     return jax.default_backend() != "tpu"
@@ -77,7 +87,8 @@ def compiler_options(equations: Iterable[jex.JaxprEqn]) -> Mapping[str, str]:
     products = list(_products(equations))
     eigen = _by_eigen(products)
     has_loops = any(_products(loop for loop in equations if loop.primitive.name in _LOOPS))
-    wide = _WIDE if has_loops or any(map(_unpacks, equations)) else _NOTHING
+    has_integers = any(equation.primitive.name == "cpu_integer_product" for equation in equations)
+    wide = _WIDE if has_loops or has_integers or any(map(_unpacks, equations)) else _NOTHING
     in_order = _IN_ORDER if any(_is_half(product) for product in products) else _NOTHING
     return {**eigen, **wide, **in_order, **_FEW_PARTS} if _are_known() else _NOTHING
 
@@ -123,9 +134,9 @@ def _by_eigen(products: Iterable[jex.JaxprEqn]) -> Mapping[str, str]:
             return _NOTHING
         rows, multiplications = _product(equation)
         total += multiplications
-        if rows in _FEW_ROWS:
+        if rows in _FEW_ROWS and equation.primitive.name not in _OWN:
             few_rows += multiplications
-        if equation.primitive.name == "conv_general_dilated":
+        if equation.primitive.name in _CONVOLUTIONS:
             convolutions += multiplications
     if 2 * few_rows >= total:
         return _NOTHING
@@ -148,7 +159,7 @@ def _are_known() -> bool:
 def _products(equations: Iterable[jex.JaxprEqn]) -> Iterator[jex.JaxprEqn]:
     """The matrix products and convolutions among operations and the bodies of those."""
     for equation in equations:
-        if equation.primitive.name in ("dot_general", "conv_general_dilated"):
+        if equation.primitive.name in _PRODUCTS:
             yield equation
         for body in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             if hasattr(body, "eqns"):
@@ -159,6 +170,14 @@ def _product(equation: jex.JaxprEqn) -> tuple[int, int]:
     """How many rows a product's result has, in each matrix of a stack, and how many multiplications it takes."""
     left, right = (v.aval.shape for v in equation.invars)
     result = equation.outvars[0].aval.shape
+    if equation.primitive.name == "cpu_product":
+        form = equation.params["form"]
+        rows_end = len(form.left) - form.depth
+        rows = math.prod(left[i] for i in form.left[form.batch : rows_end])
+        return rows, math.prod(result) * math.prod(left[i] for i in form.left[rows_end:])
+    if equation.primitive.name == "cpu_convolution":
+        how = equation.params["how"]
+        return how.batch * math.prod(how.output), math.prod(result) * math.prod(how.kernel) * how.channels
     if equation.primitive.name == "conv_general_dilated":
         numbers = equation.params["dimension_numbers"]
         outputs = right[numbers.rhs_spec[0]]

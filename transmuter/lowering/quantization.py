@@ -112,10 +112,23 @@ def DequantizeLinear(x, x_scale, x_zero_point=None, *, axis, block_size, output_
 @operator()
 def DynamicQuantizeLinear(x):
     """An all-zero operand has scale 1, as in ONNX Runtime; the specification leaves 0 / 0 open."""
+    return dynamically_quantized(x)
+
+
+def _dynamically_quantized(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     low, high = jnp.min(x, initial=0), jnp.max(x, initial=0)
     scale = jnp.where(low == high, 1, quotient(high - low, jnp.asarray(255, x.dtype)))
     zero_point = saturated(quotient(-low, scale), None, np.dtype(np.uint8))
     return quantized(x, scale, zero_point, zero_point.dtype), scale, zero_point
+
+
+dynamically_quantized = jax.custom_jvp(_dynamically_quantized)
+"""Elements as uint8, scale and zero point: one operation in a trace, which a kernel can take the place of."""
+
+
+@dynamically_quantized.defjvp
+def _(primals, tangents):
+    return jax.jvp(_dynamically_quantized, primals, tangents)
 
 
 def per_row(parameter: Array, matrix: Array) -> Array:

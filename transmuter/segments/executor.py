@@ -38,6 +38,8 @@ from transmuter.staging import differentiated, exact_dtypes, staged, transposed_
 
 _LONG = 0.2
 """Seconds from which compiling leaves memory behind that is worth some milliseconds to give back."""
+_MANY = 16
+"""More operations than these, which prepare a weight, are compiled together: each by itself takes XLA as long."""
 _LARGE = 128 << 20
 """Bytes of weights from which on little memory counts for more than 50 ms."""
 
@@ -668,7 +670,11 @@ def _compute(executable: Executable, weight: Weight, original: Callable[[str], A
         ref: original(name) if name else jax.device_put(executable.constants[ref]) for ref, name in weight.sources
     }
     value = moved(weight, environment)
-    return evaluate(weight.operations, environment, [weight.ref])[0] if value is None else value
+    if value is not None:
+        return value
+    if len(weight.operations) <= _MANY:
+        return evaluate(weight.operations, environment, [weight.ref])[0]
+    return jax.jit(lambda environment: evaluate(weight.operations, environment, [weight.ref])[0])(environment)
 
 
 def _kinds(given: Any) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import numpy as np
 
 from transmuter.lowering.arrays import HALVES
@@ -34,7 +35,7 @@ def moved(weight: Weight, originals: Mapping[Ref, Any]) -> jax.Array | None:
     values = {ref: np.asarray(x) for ref, x in originals.items()}
     for op, form in zip(weight.operations, forms, strict=True):
         [result] = op.results
-        values[result] = form([values[operand] for operand in op.operands])
+        values[result] = form([values[operand] for operand in op.operands if isinstance(operand, Ref)])
     first = next(iter(originals.values()))
     return jax.device_put(_contiguous(values[weight.ref]), first.sharding if first.committed else None, may_alias=True)
 
@@ -46,18 +47,20 @@ def _is_on_cpu(value: Any) -> bool:
 def _form(op: Operation) -> Callable[[list[np.ndarray]], np.ndarray] | None:
     """An operation of NumPy arrays; of the same elements where it can."""
     params, shape = op.equation.params, op.equation.outvars[0].aval.shape
+    before = op.equation.invars[0].aval
+    if op.equation.primitive.name == "pad" and _appends_zeros(op):
+        return lambda operands: _extended(operands[0], shape)
     if not all(isinstance(operand, Ref) for operand in op.operands):
         return None
-    before = op.equation.invars[0].aval
     match op.equation.primitive.name:
         case "transpose":
             return lambda operands: operands[0].transpose(params["permutation"])
         case "reshape" if params["dimensions"] is None:
-            return lambda operands: _contiguous(operands[0]).reshape(shape)
+            return lambda operands: _reshaped(operands[0], shape)
         case "squeeze" | "expand_dims":
-            return lambda operands: _contiguous(operands[0]).reshape(shape)
+            return lambda operands: _reshaped(operands[0], shape)
         case "broadcast_in_dim" if math.prod(before.shape) == math.prod(shape):
-            return lambda operands: _contiguous(operands[0]).reshape(shape)
+            return lambda operands: _reshaped(operands[0], shape)
         case "bitcast_convert_type":
             return lambda operands: _contiguous(operands[0]).view(params["new_dtype"]).reshape(shape)
         case "concatenate":
@@ -65,6 +68,29 @@ def _form(op: Operation) -> Callable[[list[np.ndarray]], np.ndarray] | None:
         case "convert_element_type" if before.dtype in HALVES and params["new_dtype"] == np.float32:
             return lambda operands: _copied(operands[0], np.dtype(np.float32))
     return None
+
+
+def _appends_zeros(op: Operation) -> bool:
+    array, value = op.operands
+    is_zero = isinstance(array, Ref) and isinstance(value, jex.Literal) and value.val == 0
+    return is_zero and all(low == inner == 0 <= high for low, high, inner in op.equation.params["padding_config"])
+
+
+def _extended(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """`array` with zeros behind it in each dimension."""
+    extended = _empty(shape, array.dtype)
+    for axis, size in enumerate(array.shape):
+        extended[(*map(slice, array.shape[:axis]), slice(size, None))] = 0
+    extended[tuple(map(slice, array.shape))] = array
+    return extended
+
+
+def _reshaped(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """`array` in another shape, without a copy where strides can say it."""
+    try:
+        return np.reshape(array, shape, copy=False)
+    except ValueError:
+        return _contiguous(array).reshape(shape)
 
 
 def _contiguous(array: np.ndarray) -> np.ndarray:

@@ -19,6 +19,8 @@ import jax.extend.core as jex
 import numpy as np
 from jax import lax
 
+from transmuter import native
+
 Ref = int
 """The number of a value in a `Trace`."""
 
@@ -74,7 +76,8 @@ def inline(trace: Trace, closed: jex.ClosedJaxpr, arguments: Sequence[Ref | jex.
     for equation in closed.jaxpr.eqns:
         operands = tuple(read(atom) for atom in equation.invars)
         if equation.primitive.name in _CALLS:
-            results = inline(trace, equation.params["jaxpr"], operands)
+            body = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
+            results = inline(trace, body, operands)
         else:
             results = tuple(trace.new(v.aval) for v in equation.outvars)
             trace.operations.append(Operation(equation, operands, results))
@@ -83,9 +86,16 @@ def inline(trace: Trace, closed: jex.ClosedJaxpr, arguments: Sequence[Ref | jex.
 
 
 def evaluate(
-    operations: Sequence[Operation], environment: dict[Ref, Any], outputs: Sequence[Ref | jex.Literal]
+    operations: Sequence[Operation],
+    environment: dict[Ref, Any],
+    outputs: Sequence[Ref | jex.Literal],
+    *,
+    is_pure: bool = False,
 ) -> list[Any]:
-    """Runs operations on the values in `environment`, eagerly or under a JAX transform; frees what is not needed."""
+    """Runs operations on the values in `environment`, eagerly or under a JAX transform; frees what is not needed.
+
+    `is_pure` computes what kernels of our own would by JAX's operations.
+    """
     kept = {ref for ref in outputs if isinstance(ref, Ref)}
     last = {ref: i for i, op in enumerate(operations) for ref in op.operands if isinstance(ref, Ref)}
 
@@ -94,8 +104,12 @@ def evaluate(
 
     for i, op in enumerate(operations):
         primitive = op.equation.primitive
+        instead = native.pure(primitive) if is_pure else None
         with op.equation.ctx.manager:
-            values = primitive.bind(*map(read, op.operands), **primitive.get_bind_params(op.equation.params))
+            if instead is None:
+                values = primitive.bind(*map(read, op.operands), **primitive.get_bind_params(op.equation.params))
+            else:
+                values = instead(*map(read, op.operands), **op.equation.params)
         environment.update(zip(op.results, values if primitive.multiple_results else [values], strict=True))
         for ref in op.operands:
             if isinstance(ref, Ref) and last[ref] == i and ref not in kept:
@@ -124,13 +138,23 @@ class Split:
     operations: list[Operation]
     outputs: list[Ref | jex.Literal]
 
-    def function(self) -> Callable[[list[Any], list[Any]], list[Any]]:
-        """The rest as a new function of the weights' values and the arguments."""
+    def rest(self, avals: list[Any]) -> Trace:
+        """The rest as a trace of its own; `avals` are those of the whole one."""
+        return Trace([*(w.ref for w in self.weights), *self.arguments], {}, self.outputs, self.operations, avals)
+
+    def function(self, rest: Trace | None = None) -> Callable[[list[Any], list[Any]], list[Any]]:
+        """The rest as a new function of the weights' values and the arguments.
+
+        Args:
+            rest: What to compute, in the same values; None is the rest as it is, without kernels of our own.
+        """
+        is_pure = rest is None
+        rest = self.rest([]) if rest is None else rest
 
         def segment(weights: list[Any], arguments: list[Any]) -> list[Any]:
-            environment = dict(zip((w.ref for w in self.weights), weights, strict=True))
+            environment = {**rest.constants, **dict(zip((w.ref for w in self.weights), weights, strict=True))}
             environment.update(zip(self.arguments, arguments, strict=True))
-            return evaluate(self.operations, environment, self.outputs)
+            return evaluate(rest.operations, environment, rest.outputs, is_pure=is_pure)
 
         return segment
 
@@ -272,6 +296,8 @@ def _undo(op: Operation, position: int) -> Callable[[jax.Array], jax.Array] | No
             return lambda x: lax.reshape(x, before.shape)
         case "broadcast_in_dim" if math.prod(before.shape) == math.prod(params["shape"]):
             return lambda x: lax.reshape(x, before.shape)
+        case "pad" if all(low == inner == 0 <= high for low, high, inner in params["padding_config"]):
+            return lambda x: lax.slice(x, (0,) * x.ndim, before.shape)
         case "concatenate":
             axis = params["dimension"]
             start = sum(operand.aval.shape[axis] for operand in op.equation.invars[:position])

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.extend.core as jex
 
-from transmuter.segments.preparation import Operation, Ref, Trace, inline, live
+from transmuter.segments.preparation import Operation, Ref, Trace, evaluate, flatten, inline, live
 
 Operand = Ref | jex.Literal
 
@@ -83,6 +84,48 @@ def rewritten(trace: Trace, weights: Iterable[Ref], rules: Sequence[Rule]) -> Tr
         if replacements := list(rule(view)):
             view = View(_applied(view.trace, replacements), weights)
     return view.trace
+
+
+def rewriting(function: Callable[..., Any], *rules: Rule) -> Callable[..., Any]:
+    """A function that computes the same as `function`, after each rule in turn."""
+
+    def computed(*arguments: Any) -> Any:
+        trace, structure = traced(function, arguments)
+        trace = rewritten(trace, (), rules)
+        return jax.tree.unflatten(structure, evaluate(trace.operations, environment(trace, arguments), trace.outputs))
+
+    return computed
+
+
+def within(op: Operation, *rules: Rule) -> Replacement:
+    """A loop, a condition or a `jax.checkpoint` with the rules applied to the bodies in it."""
+    primitive = op.equation.primitive
+    params = {key: _body(value, rules) for key, value in op.equation.params.items()}
+    function = lambda *operands: primitive.bind(*operands, **primitive.get_bind_params(params))
+    return Replacement(op.results, function, op.operands)
+
+
+def traced(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Trace, Any]:
+    """A function's operations on such arguments, and the structure of its results."""
+    closed, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    return flatten(closed), jax.tree.structure(results)
+
+
+def environment(trace: Trace, arguments: Any) -> dict[Ref, Any]:
+    """The values that a function's trace starts from."""
+    return {**trace.constants, **dict(zip(trace.inputs, jax.tree.leaves(arguments), strict=True))}
+
+
+def _body(value: Any, rules: Sequence[Rule]) -> Any:
+    match value:
+        case tuple():
+            return tuple(_body(item, rules) for item in value) if type(value) is tuple else value
+        case jex.Jaxpr():
+            return _body(jex.ClosedJaxpr(value, ()), rules).jaxpr
+        case jex.ClosedJaxpr():
+            function = rewriting(jex.jaxpr_as_fun(value), *rules)
+            return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in value.in_avals))
+    return value
 
 
 def _applied(trace: Trace, replacements: Iterable[Replacement]) -> Trace:

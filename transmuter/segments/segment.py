@@ -33,8 +33,12 @@ from transmuter.lowering.platform import compiler_options
 from transmuter.lowering.reasons import break_reason, length_reason
 from transmuter.model import Model
 from transmuter.segments import fusion, preparation
+from transmuter.segments.convolutions import packed_kernels
+from transmuter.segments.integers import integer_products
+from transmuter.segments.kernels import with_kernels
 from transmuter.segments.rewriting import Rule, rewritten
 from transmuter.segments.rounding import rounded_products
+from transmuter.segments.strided_products import packed_weights
 from transmuter.segments.winograd import by_winograd
 
 _WIDE = {np.dtype(t) for t in (np.int64, np.uint64, np.float64, np.complex128)}
@@ -44,6 +48,9 @@ _RULES: tuple[Rule, ...] = (
     fusion.products_of_parts,
     fusion.late_normalization,
     fusion.tied_weights,
+    packed_kernels,
+    packed_weights,
+    integer_products,
 )
 """How what runs on the model's own params is rewritten, in this order."""
 SMALL = 16
@@ -297,11 +304,12 @@ class Segment:
                 self._flat, self._names, (rounded_products, *_RULES) if own_params else (rounded_products,)
             )
             cut = preparation.split(flat, self._names, self._inputs, prepare=own_params)
-            options: dict[str, Any] = dict(compiler_options(op.equation for op in cut.operations))
+            fast = with_kernels(cut.rest(flat.avals))
+            options: dict[str, Any] = dict(compiler_options(op.equation for op in fast.operations))
             if any(getattr(aval, "dtype", None) in HALVES for aval in self._flat.avals):
                 options["xla_allow_excess_precision"] = False
             function = jax.jit(cut.function())
-            main = jax.jit(cut.function(), compiler_options=options) if options else function
+            main = jax.jit(cut.function(fast), compiler_options=options)
             names = ["" if own_params or w.operations else w.sources[0][1] for w in cut.weights]
             shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (flat.avals[w.ref] for w in cut.weights)]
             self._executables[own_params] = Executable(cut.weights, names, shapes, flat.constants, function, main)

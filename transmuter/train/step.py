@@ -21,6 +21,7 @@ from transmuter.model import Model
 from transmuter.partition import Choice, Partition
 from transmuter.segments.cache import use_persistent_cache
 from transmuter.segments.executor import CompiledModel
+from transmuter.segments.kernels import calling_kernels
 from transmuter.train.learned import learned
 from transmuter.train.losses import Loss
 from transmuter.train.transforms import Policy, jit_in_turn, transform
@@ -123,7 +124,9 @@ class Step:
         self._frozen = self._placed({"params": self._partition.frozen, "buffers": model.buffers})
         self._wanted = [*model.outputs, *self.statistics.values()]
         jit = partial(jax.jit, compiler_options=training_options()) if remat is None else jit_in_turn
-        self._whole = jit(self._update, donate_argnums=0)
+        # XLA does not split a kernel of ours among devices
+        update = calling_kernels(self._update) if mesh is None or mesh.size == 1 else self._update
+        self._whole = jit(update, donate_argnums=0)
         self._signatures: set[Any] = set()
         self._apply_gradients = jax.jit(self._updated, donate_argnums=0)
         self._compiled: CompiledModel | None = None

@@ -21,8 +21,8 @@ from jax.extend.core.primitives import remat_p
 
 from transmuter.errors import InputError
 from transmuter.lowering.platform import on_cpu, training_options
-from transmuter.segments.preparation import Operation, Ref, Trace, evaluate, flatten, live
-from transmuter.segments.rewriting import Replacement, Rule, View, rewritten
+from transmuter.segments.preparation import Operation, Ref, Trace, evaluate, live
+from transmuter.segments.rewriting import Replacement, View, environment, rewriting, traced, within
 
 Policy = Callable[..., Any]
 """What `jax.checkpoint` takes as `policy`: which values of a block are kept."""
@@ -59,47 +59,9 @@ def transform(compute_type: str | None, remat: str | Policy | None) -> Transform
     return transformed
 
 
-def _traced(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Trace, Any]:
-    """A function's operations on such arguments, and the structure of its results."""
-    closed, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    return flatten(closed), jax.tree.structure(results)
-
-
 def _refs(op: Operation) -> list[Ref]:
     """The operands of an operation that are no literals."""
     return [operand for operand in op.operands if isinstance(operand, Ref)]
-
-
-def _environment(trace: Trace, arguments: Any) -> dict[Ref, Any]:
-    return {**trace.constants, **dict(zip(trace.inputs, jax.tree.leaves(arguments), strict=True))}
-
-
-def _rewritten(function: Callable[..., Any], rule: Rule) -> Callable[..., Any]:
-    """A function whose operations a rule has replaced."""
-
-    def computed(*arguments: Any) -> Any:
-        trace, structure = _traced(function, arguments)
-        trace = rewritten(trace, (), (rule,))
-        return jax.tree.unflatten(structure, evaluate(trace.operations, _environment(trace, arguments), trace.outputs))
-
-    return computed
-
-
-def _within(op: Operation, rule: Rule) -> Replacement:
-    """A loop or condition with a rule applied to the bodies in it."""
-    primitive = op.equation.primitive
-    params = {key: _body(value, rule) for key, value in op.equation.params.items()}
-    function = lambda *operands: primitive.bind(*operands, **primitive.get_bind_params(params))
-    return Replacement(op.results, function, op.operands)
-
-
-def _body(value: Any, rule: Rule) -> Any:
-    if type(value) is tuple:
-        return tuple(_body(item, rule) for item in value)
-    if not isinstance(value, jex.ClosedJaxpr):
-        return value
-    function = _rewritten(jex.jaxpr_as_fun(value), rule)
-    return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in value.in_avals))
 
 
 # ---- products in bfloat16 ------------------------------------------------------------------------------------------
@@ -119,7 +81,7 @@ def products_in_bfloat16(function: Callable[..., Any]) -> Callable[..., Any]:
     The gradients of these products are products of bfloat16.
     """
 
-    return _rewritten(function, _halved)
+    return rewriting(function, _halved)
 
 
 def _halved(view: View) -> Iterator[Replacement]:
@@ -131,7 +93,7 @@ def _halved(view: View) -> Iterator[Replacement]:
             function = functools.partial(_in_bfloat16, op.equation.primitive, params)
             yield Replacement(op.results, function, op.operands)
         elif name in _LOOPS:
-            yield _within(op, _halved)
+            yield within(op, _halved)
 
 
 def _may_be_rounded(view: View, op: Operation) -> bool:
@@ -167,8 +129,8 @@ def rematerialized(function: Callable[..., Any], policy: Policy) -> Callable[...
     """
 
     def computed(*arguments: Any) -> Any:
-        trace, structure = _traced(function, arguments)
-        values = _environment(trace, arguments)
+        trace, structure = traced(function, arguments)
+        values = environment(trace, arguments)
         blocks = _blocks(trace)
         for block in blocks:
             run = functools.partial(block.run, trace.constants)
@@ -188,7 +150,7 @@ def jit_in_turn(function: Callable[..., Any], **options: Any) -> Callable[..., A
     """
     if not on_cpu():
         return jax.jit(function, **options)
-    return jax.jit(_rewritten(function, _in_turn), compiler_options=training_options(in_order=True), **options)
+    return jax.jit(rewriting(function, _in_turn), compiler_options=training_options(in_order=True), **options)
 
 
 def _in_turn(view: View) -> Iterator[Replacement]:
@@ -203,7 +165,7 @@ def _in_turn(view: View) -> Iterator[Replacement]:
             yield Replacement(op.results, function, (*op.operands, *before))
             before = tuple(ref for ref in op.results if _is_float(view.aval(ref)))
         elif primitive.name in _LOOPS:
-            yield _within(op, _in_turn)
+            yield within(op, _in_turn)
 
 
 def _after(primitive: jex.Primitive, params: Mapping[str, Any], waits: Sequence[bool], *operands: Any) -> list[Any]:

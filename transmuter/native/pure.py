@@ -1,0 +1,23 @@
+"""The pure form of each primitive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.extend.core as jex
+
+from transmuter.native.convolutions import convolution_p, pure_convolution
+from transmuter.native.integers import integer_product_p, pure_integer_product
+from transmuter.native.products import product_p, pure_product
+
+_PURE: dict[jex.Primitive, Callable[..., Any]] = {
+    convolution_p: pure_convolution,
+    integer_product_p: pure_integer_product,
+    product_p: pure_product,
+}
+
+
+def pure(primitive: jex.Primitive) -> Callable[..., Any] | None:
+    """What computes the same as a primitive of the library by JAX's own operations; None for any other primitive."""
+    return _PURE.get(primitive)

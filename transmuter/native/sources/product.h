@@ -1,0 +1,323 @@
+// Products of float32 matrices, after Goto and van de Geijn (2008): a block of rows of the left operand is copied so that
+// it stays in the L2 cache, and meets panels of the right operand's columns, of which one stays in the L1 cache; their
+// product is made in registers, tile by tile.
+
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "kernels.h"
+#include "vector.h"
+
+namespace transmuter {
+namespace {
+
+constexpr int kVectors = kLanes == 16 ? 2 : 2;      // of a row of a tile
+constexpr int kTileColumns = kVectors * kLanes;     // of a panel's columns, those that a tile has
+constexpr int kTileRows = kLanes == 16 ? 14 : 6;    // so that sums, a row of the panel and one element fit the registers
+constexpr long kBlockRows = kLanes == 16 ? 112 : 96;
+constexpr long kBlockDepth = 384;
+constexpr long kFewPanels = 6;                      // so many do not pay for a copy of the left operand
+constexpr long kCopied = 4 << 20;                   // elements of the right operand that are copied at once, about
+constexpr long kLine = 16;                          // elements of a cache line
+constexpr long kSlack = 16;                         // elements behind a copy that whole vectors may reach
+
+// Fetches, while a tile is computed, what later ones need: two cache lines for each row of the right operand.
+struct Ahead {
+  const float* at;
+  long step;
+};
+
+// The left operand of a tile: a copy as [depth, rows of the tile], or, if `row` is not 0, elements that lie side by side in
+// rows that far apart.
+struct Left {
+  const float* data;
+  long row;
+};
+
+// result = left * right, or is added to; of `right` a row has `right_step` elements.
+template <int Rows, int Vectors, bool IsCopied>
+[[gnu::noinline]] void tile(long depth, Left left, const float* __restrict right, long right_step,
+                            float* __restrict result, long result_row, bool adds, Ahead ahead) {
+  Vector sums[Rows][Vectors];
+#pragma GCC unroll 16
+  for (int i = 0; i < Rows; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < Vectors; ++j) sums[i][j] = Vector{};
+#pragma GCC unroll 16
+  for (int i = 0; i < Rows; ++i)  // else the stores at the end wait for these, and the next tile for the stores
+#pragma GCC unroll 4
+    for (int j = 0; j < Vectors * kLanes; j += kLine) __builtin_prefetch(result + i * result_row + j, 1, 3);
+  const float* thirds[(Rows + 2) / 3];  // a processor adds a register once or twice to an address for nothing
+#pragma GCC unroll 16
+  for (int i = 0; i < (Rows + 2) / 3; ++i) thirds[i] = left.data + 3 * i * left.row;
+  for (long k = 0; k < depth; ++k) {
+    __builtin_prefetch(ahead.at, 0, 2);
+    __builtin_prefetch(ahead.at + kLine, 0, 2);
+    Vector row[Vectors];
+#pragma GCC unroll 4
+    for (int j = 0; j < Vectors; ++j) row[j] = load(right + j * kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < Rows; ++i) {
+      const float element = IsCopied ? left.data[k * Rows + i] : thirds[i / 3][(i % 3) * left.row + k];
+#pragma GCC unroll 4
+      for (int j = 0; j < Vectors; ++j) sums[i][j] += element * row[j];
+    }
+    right += right_step;
+    ahead.at += ahead.step;
+  }
+  if (adds) {
+#pragma GCC unroll 16
+    for (int i = 0; i < Rows; ++i)
+#pragma GCC unroll 4
+      for (int j = 0; j < Vectors; ++j) sums[i][j] += load(result + i * result_row + j * kLanes);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < Rows; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < Vectors; ++j) store(result + i * result_row + j * kLanes, sums[i][j]);
+}
+
+using Tile = void (*)(long, Left, const float*, long, float*, long, bool, Ahead);
+
+template <int Vectors, bool IsCopied, int... Rows>
+Tile tile_of(long rows, std::integer_sequence<int, Rows...>) {
+  static constexpr Tile tiles[] = {tile<Rows + 1, Vectors, IsCopied>...};
+  return tiles[rows - 1];
+}
+
+inline Tile tile_of(long rows, long columns, bool is_copied) {
+  constexpr auto all = std::make_integer_sequence<int, kTileRows>();
+  if (columns > kLanes) return is_copied ? tile_of<kVectors, true>(rows, all) : tile_of<kVectors, false>(rows, all);
+  return is_copied ? tile_of<1, true>(rows, all) : tile_of<1, false>(rows, all);
+}
+
+// The tile of these rows and up to kTileColumns columns; what lies behind the last column of the result is not touched.
+inline void compute(long rows, long columns, long depth, Left left, const float* right, long right_step, float* result,
+                    long result_row, bool adds, Ahead ahead) {
+  const Tile run = tile_of(rows, columns, left.row == 0);
+  if (columns % kLanes == 0) return run(depth, left, right, right_step, result, result_row, adds, ahead);
+  float part[kTileRows * kTileColumns];
+  run(depth, left, right, right_step, part, kTileColumns, false, ahead);
+  for (long i = 0; i < rows; ++i)
+    for (long j = 0; j < columns; ++j) {
+      const float sum = part[i * kTileColumns + j];
+      result[i * result_row + j] = adds ? result[i * result_row + j] + sum : sum;
+    }
+}
+
+// How a length is cut into parts that differ by one at most.
+struct Cut {
+  long length, parts;
+  long start(long part) const { return length / parts * part + std::min(part, length % parts); }
+  long size(long part) const { return length / parts + (part < length % parts ? 1 : 0); }
+};
+
+// Copies `count` rows, of which elements lie side by side, as [depth, width]: element k of row i is at k * width + i.
+// Whole vectors are written, in order: where a row of the copy is shorter, the next one writes over what is too much, and
+// behind the last one there are up to kSlack elements.
+inline void copy_transposed(const float* from, long row, long count, long depth, float* to, long width) {
+  for (long i = 0; i < count; i += kLanes) {
+    const long last = std::min<long>(kLanes, count - i) - 1;
+    const float* rows[kLanes];
+    for (long r = 0; r < kLanes; ++r) rows[r] = from + (i + std::min(r, last)) * row;
+    long k = 0;
+    for (; k + kLanes <= depth; k += kLanes) {
+      Vector block[kLanes];
+#pragma GCC unroll 16
+      for (int r = 0; r < kLanes; ++r) block[r] = load(rows[r] + k);
+      transpose(block);
+#pragma GCC unroll 16
+      for (int r = 0; r < kLanes; ++r) store(to + (k + r) * width + i, block[r]);
+    }
+    for (; k < depth; ++k)
+      for (long r = 0; r <= last; ++r) to[k * width + i + r] = rows[r][k];
+  }
+}
+
+// A row's first `Count` elements, in as few moves as there can be.
+template <int Count>
+[[gnu::always_inline]] inline void copy_elements(const float* from, float* to) {
+  std::memcpy(to, from, Count * sizeof(float));
+}
+
+using CopyElements = void (*)(const float*, float*);
+
+template <int... Count>
+CopyElements elements_of(long count, std::integer_sequence<int, Count...>) {
+  static constexpr CopyElements copies[] = {copy_elements<Count>...};
+  return copies[count];
+}
+
+// Copies a block of a left operand's rows, tile after tile, each as [depth, rows of the tile].
+inline void copy_left(const float* from, long row_step, long depth_step, const Cut& tiles, long depth, float* to) {
+  if (row_step == 1 && depth_step != 1) {  // a row of the copy after the other, since these lie far apart
+    const long larger = tiles.length % tiles.parts;
+    const long sizes[] = {tiles.size(0), tiles.size(tiles.parts - 1)};
+    const CopyElements copies[] = {elements_of(sizes[0], std::make_integer_sequence<int, kTileRows + 1>()),
+                                   elements_of(sizes[1], std::make_integer_sequence<int, kTileRows + 1>())};
+    for (long k = 0; k < depth; ++k) {
+      const float* row = from + k * depth_step;
+      for (long t = 0; t < tiles.parts; ++t) {
+        const long kind = t < larger ? 0 : 1, start = tiles.start(t);
+        copies[kind](row + start, to + start * depth + k * sizes[kind]);
+      }
+    }
+    return;
+  }
+  for (long t = 0; t < tiles.parts; ++t) {
+    const long start = tiles.start(t), rows = tiles.size(t);
+    float* tile = to + start * depth;
+    if (depth_step == 1) {
+      copy_transposed(from + start * row_step, row_step, rows, depth, tile, rows);
+      continue;
+    }
+    for (long k = 0; k < depth; ++k)
+      for (long i = 0; i < rows; ++i) tile[k * rows + i] = from[(start + i) * row_step + k * depth_step];
+  }
+}
+
+// Copies up to kPanel columns of a right operand as [depth, kPanel]. Behind the last column is whatever was there.
+inline void copy_panel(const float* from, long depth_step, long column_step, long columns, long depth, float* to) {
+  if (depth_step == 1 && column_step != 1) return copy_transposed(from, column_step, columns, depth, to, kPanel);
+  for (long k = 0; k < depth; ++k)
+    if (column_step == 1)
+      std::memcpy(to + k * kPanel, from + k * depth_step, columns * sizeof(float));
+    else
+      for (long j = 0; j < columns; ++j) to[k * kPanel + j] = from[k * depth_step + j * column_step];
+}
+
+// Copies all columns of a right operand, `panel_step` elements from one panel to the next.
+inline void copy_panels(const float* from, long depth_step, long column_step, long columns, long depth, float* to,
+                        long panel_step) {
+  const long whole = column_step == 1 ? columns / kPanel : 0;
+  for (long k = 0; whole > 0 && k < depth; ++k)  // a row after the other, since these lie far apart
+    for (long j = 0; j < whole; ++j)
+      copy_elements<kPanel>(from + k * depth_step + j * kPanel, to + j * panel_step + k * kPanel);
+  for (long j = whole; j * kPanel < columns; ++j)
+    copy_panel(from + j * kPanel * column_step, depth_step, column_step, std::min(kPanel, columns - j * kPanel), depth,
+               to + j * panel_step);
+}
+
+inline long ceiling(long a, long b) { return (a + b - 1) / b; }
+
+// Runs a callable of an index for each index below `count`.
+template <typename Body>
+void run_all(const Tasks& tasks, long count, Body& body) {
+  if (count == 1 || tasks.threads == 1) {
+    for (long i = 0; i < count; ++i) body(i);
+    return;
+  }
+  tasks.run(tasks, count, [](void* context, long i) { (*static_cast<Body*>(context))(i); }, &body);
+}
+
+// One product of a stack.
+struct Place {
+  const float* left;
+  const float* right;
+  float* result;
+};
+
+inline Place place(const Product& p, long index) {
+  Place at{p.left, p.right, p.result};
+  for (int d = kBatchDimensions - 1; d >= 0; --d) {
+    const long i = index % p.batch[d];
+    index /= p.batch[d];
+    at.left += i * p.left_batch[d];
+    at.right += i * p.right_batch[d];
+    at.result += i * p.result_batch[d];
+  }
+  return at;
+}
+
+// Some rows of the result and some of its panels, the first of which is at `right`.
+inline void block(const Product& p, const Place& at, const float* right, long row, long rows, long panel, long panels,
+                  const Tasks& tasks) {
+  const Cut tiles{rows, ceiling(rows, kTileRows)};
+  const Cut depths{p.depth, ceiling(p.depth, kBlockDepth)};
+  const long panel_step = p.depth * kPanel;
+  // rows that lie a power of two apart would push each other out of the cache
+  const bool is_copied = p.left_depth != 1 || panels > kFewPanels || p.left_row % 1024 == 0;
+  float* copied =
+      is_copied ? static_cast<float*>(tasks.scratch(0, (rows * depths.size(0) + kSlack) * sizeof(float))) : nullptr;
+  for (long d = 0; d < depths.parts; ++d) {
+    const long start = depths.start(d), depth = depths.size(d);
+    const float* left = at.left + row * p.left_row + start * p.left_depth;
+    if (is_copied) copy_left(left, p.left_row, p.left_depth, tiles, depth, copied);
+    for (long j = 0; j < panels; ++j) {
+      const float* from = right + j * panel_step + start * kPanel;
+      const long end = std::min((panel + j + 1) * kPanel, p.columns);
+      for (long column = (panel + j) * kPanel, inner = 0; column < end; column += kTileColumns, inner += kTileColumns)
+        for (long t = 0; t < tiles.parts; ++t) {
+          const long first = tiles.start(t);
+          compute(tiles.size(t), std::min<long>(kTileColumns, end - column), depth,
+                  is_copied ? Left{copied + first * depth, 0} : Left{left + first * p.left_row, p.left_row},
+                  from + inner, kPanel, at.result + (row + first) * p.result_row + column, p.result_row, d > 0,
+                  Ahead{from + panel_step + t * (depth * kPanel / tiles.parts), kPanel / tiles.parts});
+        }
+    }
+  }
+}
+
+// The panels of one product from one number to another, on all threads.
+inline void some_panels(const Product& p, const Place& at, const float* right, long panel, long panels,
+                        const Tasks& tasks) {
+  const long share = std::max<long>(kTileRows, ceiling(p.rows, tasks.threads));
+  const Cut blocks{p.rows, ceiling(p.rows, std::min(kBlockRows, share))};
+  const Cut groups{panels, std::min(panels, blocks.parts >= tasks.threads ? 1 : ceiling(tasks.threads, blocks.parts))};
+  auto body = [&](long i) {
+    const long b = i / groups.parts, g = i % groups.parts;
+    block(p, at, right + groups.start(g) * p.depth * kPanel, blocks.start(b), blocks.size(b), panel + groups.start(g),
+          groups.size(g), tasks);
+  };
+  run_all(tasks, blocks.parts * groups.parts, body);
+}
+
+// One product, on all threads, with a copy of the right operand, as much of it at once as kCopied allows.
+inline void copying(const Product& p, const Place& at, const Tasks& tasks) {
+  const long panel_size = p.depth * kPanel;
+  const Cut turns{ceiling(p.columns, kPanel), ceiling(ceiling(p.columns, kPanel) * panel_size, kCopied)};
+  float* copied = static_cast<float*>(tasks.scratch(1, (turns.size(0) * panel_size + kSlack) * sizeof(float)));
+  for (long turn = 0; turn < turns.parts; ++turn) {
+    const long first = turns.start(turn) * kPanel;
+    const long columns = std::min(turns.size(turn) * kPanel, p.columns - first);
+    const Cut parts{turns.size(turn), std::min(turns.size(turn), 4 * tasks.threads)};
+    auto copy = [&](long i) {
+      const long column = parts.start(i) * kPanel;
+      copy_panels(at.right + (first + column) * p.right_column, p.right_depth, p.right_column,
+                  std::min(parts.size(i) * kPanel, columns - column), p.depth, copied + column * p.depth, panel_size);
+    };
+    run_all(tasks, parts.parts, copy);
+    some_panels(p, at, copied, turns.start(turn), turns.size(turn), tasks);
+  }
+}
+
+inline void product(const Product& p, const Tasks& tasks) {
+  const long stack = p.batch[0] * p.batch[1] * p.batch[2];
+  if (stack == 0 || p.rows == 0 || p.columns == 0) return;
+  if (p.depth == 0) {
+    for (long s = 0; s < stack; ++s)
+      for (long i = 0; i < p.rows; ++i)
+        std::memset(place(p, s).result + i * p.result_row, 0, p.columns * sizeof(float));
+    return;
+  }
+  auto multiply = [&](long s, const Tasks& threads) {
+    const Place at = place(p, s);
+    if (p.is_packed)
+      some_panels(p, at, at.right, 0, ceiling(p.columns, kPanel), threads);
+    else
+      copying(p, at, threads);
+  };
+  if (stack < tasks.threads) {
+    for (long s = 0; s < stack; ++s) multiply(s, tasks);
+    return;
+  }
+  const Tasks alone{1, tasks.run, tasks.scratch, tasks.pool};
+  auto body = [&](long s) { multiply(s, alone); };
+  run_all(tasks, stack, body);
+}
+
+}  // namespace
+}  // namespace transmuter
