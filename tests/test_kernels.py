@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,20 @@ def test_a_weight_on_the_left():
     checked(proto(nodes, {"x": ROWS}, {"w": draw(60, 40)}), X)
 
 
+def test_weights_that_are_computed_of_others():
+    """A product of weights, a scaled one, and one that is no initializer but a constant."""
+    nodes = [
+        node("MatMul", "w v", "wv"),
+        node("MatMul", "x wv", "a"),
+        node("Mul", "v scale", "scaled"),
+        node("MatMul", "a scaled", "b"),
+        node("Constant", "", "k", value=numpy_helper.from_array(draw(40, 9, seed=6), "")),
+        node("MatMul", "b k"),
+    ]
+    weights = {"w": draw(40, 40), "v": draw(40, 40, seed=3), "scale": draw(40, seed=4)}
+    assert checked(proto(nodes, {"x": ROWS}, weights), X) == {PRODUCT: 3}
+
+
 def test_a_weight_that_two_products_share():
     nodes = [node("MatMul", "x w", "a"), node("Sin", "x", "s"), node("MatMul", "s w", "b"), node("Mul", "a b")]
     assert checked(proto(nodes, {"x": ROWS}, {"w": draw(40, 33)}), X) == {PRODUCT: 2}
@@ -365,13 +380,12 @@ def test_packed_weights_are_given_back(columns):
         assert_same(compiled(feed), actual)
 
 
-@pytest.mark.parametrize("columns", [33])
-def test_a_packed_weight_is_saved_as_it_was(tmp_path, columns):
-    model = transmuter.load(proto([node("MatMul", "x w")], {"x": ROWS}, {"w": draw(40, columns)}))
+def test_a_packed_weight_is_saved_as_it_was(tmp_path):
+    model = transmuter.load(proto([node("MatMul", "x w")], {"x": ROWS}, {"w": draw(40, 33)}))
     transmuter.compile(model)(X)
     model.save(tmp_path / "saved.onnx")
     [saved] = onnx.load(tmp_path / "saved.onnx").graph.initializer
-    np.testing.assert_array_equal(numpy_helper.to_array(saved), draw(40, columns))
+    np.testing.assert_array_equal(numpy_helper.to_array(saved), draw(40, 33))
 
 
 def test_params_of_a_call_are_multiplied_as_they_are():
@@ -381,6 +395,9 @@ def test_params_of_a_call_are_multiplied_as_they_are():
     for _ in range(2):
         assert_same(np.asarray(compiled(X, params=doubled)["y"]), np.asarray(2 * transmuter.run(model, X)["y"]))
         assert_same(np.asarray(compiled(X)["y"]), np.asarray(transmuter.run(model, X)["y"]))
+    loss = lambda call: lambda params: jnp.sum(jnp.sin(call(params)["y"]))
+    by_compiled = jax.grad(loss(lambda params: compiled(X, params=params)))(model.params)
+    assert_same(by_compiled, jax.grad(loss(lambda params: model.apply(params, X)))(model.params), 1e-4)
 
 
 # ---- what a user traces ----------------------------------------------------------------------------------------------
@@ -392,9 +409,8 @@ def traced(request: pytest.FixtureRequest) -> tuple[Callable[..., jax.Array], ja
     if request.param == "attention":
         model, x = transmuter.load(attention(2, 24)), draw(2, 40, 48)
     else:
-        nodes = [node("Conv", "x w", "a", pads=[1] * 4), node("Relu", "a", "r"), node("Conv", "r v", strides=[2, 2])]
+        nodes = [node("Conv", "x w", "a", pads=[1] * 4), node("Relu", "a", "r"), node("Conv", "r v", group=2)]
         weights = {"w": draw(20, 8, 3, 3), "v": draw(20, 10, 3, 3)}
-        nodes[2].attribute.append(helper.make_attribute("group", 2))
         model, x = transmuter.load(proto(nodes, {"x": ("n", 8, 12, 12)}, weights)), draw(2, 8, 12, 12)
     compiled = transmuter.compile(model)
     compiled({"x": x})
@@ -403,14 +419,10 @@ def traced(request: pytest.FixtureRequest) -> tuple[Callable[..., jax.Array], ja
     return function, jnp.asarray(x), jax.jit(lambda x: transmuter.run(model, {"x": x})["y"])
 
 
-def jaxpr_of(function: Callable[..., Any], *arguments: Any) -> str:
-    return str(jax.make_jaxpr(function)(*arguments))
-
-
 def test_jit_computes_the_pure_form(traced):
     function, x, as_written = traced
     assert not calls(jax.jit(function).lower(x).as_text())
-    assert "cpu_" not in jaxpr_of(function, x)
+    assert "cpu_" not in str(jax.make_jaxpr(function)(x))
     assert_same(jax.jit(function)(x), as_written(x))
 
 
@@ -438,9 +450,6 @@ def test_other_transforms_take_the_pure_form(traced):
     assert_same(slope(function)(x), jax.jit(slope(as_written))(x), 1e-4)
     both = lambda function: jax.jit(lambda x: jax.lax.map(function, jnp.stack([x, -x])))
     assert_same(both(function)(x), both(as_written)(x))
-    inner = lambda function: jax.grad(lambda x: jnp.sum(jnp.sin(function(x))))
-    second = lambda function: jax.jit(jax.grad(lambda x: jnp.sum(inner(function)(x) ** 2)))
-    assert_same(second(function)(x), second(as_written)(x), 1e-3)
 
 
 def test_an_export_has_the_pure_form(traced):
@@ -448,6 +457,18 @@ def test_an_export_has_the_pure_form(traced):
     exported = jax.export.export(jax.jit(function), platforms=["cpu", "cuda"])(x)
     assert not calls(exported.mlir_module())
     assert_same(exported.call(x), as_written(x))
+
+
+def test_without_jit_too():
+    """Each kernel is then called by itself."""
+    nodes = [node("MatMul", "x w"), node("Conv", "images k", "z")]
+    weights = {"w": draw(40, 33), "k": draw(20, 8, 3, 3)}
+    model = proto(nodes, {"x": ROWS, "images": (1, 8, 12, 12)}, weights, outputs=("y", "z"))
+    feeds = {**X, "images": draw(1, 8, 12, 12)}
+    compiled = transmuter.compile(transmuter.load(model))
+    with jax.disable_jit():
+        actual = jax.tree.map(np.asarray, compiled(feeds))
+    assert_same(actual, jax.tree.map(np.asarray, compiled(feeds)))
 
 
 # ---- functions that are differentiated no more -----------------------------------------------------------------------
@@ -475,7 +496,7 @@ def slopes(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], 
 def random_steps(x: jax.Array) -> jax.Array:
     def step(key: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
         key, used = jax.random.split(key)
-        return key, jax.random.normal(used, (40, 40)) @ x
+        return key, x @ (x * jax.random.bits(used, dtype=np.uint8))
 
     return jax.lax.scan(step, jax.random.key(0), None, length=2)[1]
 
@@ -540,49 +561,43 @@ CONVOLUTIONS = [  # of images of (20, 20, 8): kernels, and what a convolution is
 
 
 @pytest.mark.parametrize(("kernel", "options", "least"), CONVOLUTIONS)
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 0, 1)], ids=["HWIO", "OIHW"])
-def test_gradients_of_convolutions(kernel, options, least, order):
-    """The kernel is stored in one order, and computed with in another."""
-    options = {"window_strides": (1, 1), **options}
-    back = [order.index(i) for i in range(4)]
+def test_gradients_of_convolutions(kernel, options, least):
+    """The kernel is stored in another order than it is computed with."""
 
     def loss(x: jax.Array, stored: jax.Array) -> jax.Array:
-        y = jax.lax.conv_general_dilated(x, stored.transpose(back), dimension_numbers=IMAGES, **options)
-        return jnp.sum(jnp.sin(y))
+        call = partial(jax.lax.conv_general_dilated, dimension_numbers=IMAGES, **{"window_strides": (1, 1), **options})
+        return jnp.sum(jnp.sin(call(x, stored.transpose(2, 3, 1, 0))))
 
-    gradients, operands = jax.value_and_grad(loss, (0, 1)), (draw(2, 20, 20, 8), draw(*kernel).transpose(order))
+    gradients, operands = jax.value_and_grad(loss, (0, 1)), (draw(2, 20, 20, 8), draw(*kernel).transpose(3, 2, 0, 1))
     fast = jax.jit(calling_kernels(gradients))
     assert_same(fast(*operands), jax.jit(gradients)(*operands), 2e-5)
     assert calls(fast.lower(*operands).as_text())[CONVOLUTION] >= least
 
 
-@pytest.mark.parametrize("turned", [(0, 1), (0,), (0, 1, 2), ()])
-@pytest.mark.parametrize("dilation", [(1, 1), (2, 3)])
-@pytest.mark.parametrize("stride", [1, 2])
-def test_a_turned_kernel_is_not_always_a_gradient(turned, dilation, stride):
-    def function(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return jax.lax.conv_general_dilated(
-            x,
-            jax.lax.rev(kernel, turned),
-            (stride, stride),
-            ((3, 1), (-1, 6)),
-            lhs_dilation=dilation,
-            rhs_dilation=dilation[::-1],
-            dimension_numbers=IMAGES,
-        )
+def test_a_turned_kernel_is_not_always_a_gradient():
+    def function(x: jax.Array, kernel: jax.Array) -> list[jax.Array]:
+        call = partial(jax.lax.conv_general_dilated, padding=((3, 1), (-1, 6)), dimension_numbers=IMAGES)
+        return [
+            call(x, jax.lax.rev(kernel, turned), (stride, stride), lhs_dilation=dilation, rhs_dilation=dilation[::-1])
+            for turned in [(0, 1), (0,), (0, 1, 2), ()]
+            for dilation in [(1, 1), (2, 3)]
+            for stride in [1, 2]
+        ]
 
     operands = draw(2, 20, 20, 4), draw(3, 4, 4, 9)
     assert_same(jax.jit(calling_kernels(function))(*operands), jax.jit(function)(*operands))
 
 
-@pytest.mark.parametrize("result", ["NHWC", "HWNC", "HWCN", "NCHW"])
-@pytest.mark.parametrize(
-    "options", [{}, {"window_strides": (2, 1), "rhs_dilation": (1, 2), "padding": ((1, 2), (0, -1))}]
-)
-def test_a_convolution_of_another_order(result, options):
+def test_convolutions_of_another_order():
     """Some of these are what JAX makes of a kernel's gradient."""
-    options = {"window_strides": (1, 1), "padding": "VALID", **options}
-    function = lambda x, k: jax.lax.conv_general_dilated(x, k, dimension_numbers=("CHWN", "IHWO", result), **options)
+
+    def function(x: jax.Array, kernel: jax.Array) -> list[jax.Array]:
+        found = []
+        for result in ["NHWC", "HWNC", "HWCN", "NCHW"]:
+            call = partial(jax.lax.conv_general_dilated, x, kernel, dimension_numbers=("CHWN", "IHWO", result))
+            found += [call((1, 1), "VALID"), call((2, 1), ((1, 2), (0, -1)), rhs_dilation=(1, 2))]
+        return [*found, *(y.transpose(1, 2, 3, 0) for y in found)]
+
     operands = draw(5, 20, 20, 7), draw(5, 10, 9, 8)
     assert_same(jax.jit(calling_kernels(function))(*operands), jax.jit(function)(*operands))
 
@@ -635,8 +650,6 @@ def trained(kind: str, steps: int = 3, **options: Any) -> tuple[Any, Counter[str
     [
         ("convolutions", {}),
         ("convolutions", {"accumulate": 2}),
-        ("convolutions", {"remat": "nothing_saveable"}),
-        ("attention", {}),
         ("attention", {"remat": "nothing_saveable"}),
         ("attention", {"accumulate": 2, "remat": "dots_saveable"}),
     ],
@@ -665,7 +678,7 @@ def test_calls_of_many_threads_at_once():
     expected = [[np.asarray(transmuter.run(m, {"x": x})["y"]) for m, x in zip(models, row)] for row in inputs]
 
     def many(thread: int) -> list[tuple[Any, np.ndarray]]:
-        turns = [((thread + i) % 4, (thread + i // 3) % 2) for i in range(12)]
+        turns = [((thread + i) % 4, (thread + i // 3) % 2) for i in range(9)]
         return [(compiled[which]({"x": inputs[i][which]})["y"], expected[i][which]) for i, which in turns]
 
     with ThreadPoolExecutor(16) as pool:
@@ -683,13 +696,10 @@ def test_several_devices():
 
 def check_several_devices() -> None:
     sharding = jax.sharding.NamedSharding(jax.make_mesh((4,), ("batch",)), jax.sharding.PartitionSpec("batch"))
-    for model, x in ((attention(2, 24), draw(8, 40, 48)), (attention(2, 24), draw(4, 40, 48))):
-        model = transmuter.load(model)
-        compiled, expected = transmuter.compile(model), np.asarray(transmuter.run(model, {"x": x})["y"])
-        assert_same(np.asarray(compiled({"x": jax.device_put(x, sharding)})["y"]), expected)
-        assert_same(np.asarray(compiled({"x": x})["y"]), expected)
-        on_another = compiled({"x": jax.device_put(x, jax.devices()[2])})["y"]
-        assert_same(np.asarray(on_another), expected)
+    compiled, x = transmuter.compile(transmuter.load(attention(2, 24))), draw(4, 40, 48)
+    expected = np.asarray(compiled({"x": x})["y"])
+    for target in (sharding, jax.devices()[2]):
+        assert_same(np.asarray(compiled({"x": jax.device_put(x, target)})["y"]), expected)
     alone, _ = trained("attention")
     shared, called = trained("attention", devices=jax.devices()[:2])
     assert not called

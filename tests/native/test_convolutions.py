@@ -165,7 +165,7 @@ def test_each_of_the_three(case: Case) -> None:
         case.assert_close(actual, *operands)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(cases("output"))
 def test_packed_kernels(case: Case) -> None:
     input, kernel = case.operands()

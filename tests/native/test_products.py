@@ -83,7 +83,7 @@ def cases(draw: st.DrawFn, sizes: Sequence[int] = SIZES, depths: Sequence[int] =
     return Case(stack, rows, depth, columns, Form(*orders, len(stack), len(depth)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases())
 def test_operands_are_read_as_they_lie(case: Case) -> None:
     left, right = case.operands()
@@ -92,14 +92,14 @@ def test_operands_are_read_as_they_lie(case: Case) -> None:
         case.assert_close(actual, left, right)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(cases(sizes=[0, 1, 3, 17, 33], depths=[0, 1, 9, 17]))
 def test_the_pure_form_computes_the_same(case: Case) -> None:
     left, right = case.operands()
     case.assert_close(np.asarray(jax.jit(partial(pure_product, form=case.form))(left, right)), left, right)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_dimensions_in_any_order_are_taken_or_refused(data: st.DataObject) -> None:
     counts = [data.draw(st.integers(0, 2)) for _ in range(4)]
@@ -125,14 +125,16 @@ def test_rows_and_columns_that_lie_apart_do_not_fit() -> None:
 # ---- packed matrices -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stack", [(), (2,), (2, 3), (0,)])
-@pytest.mark.parametrize(("depth", "columns"), [(1, 1), (7, 31), (3, 32), (5, 33), (2, 100), (0, 5), (3, 0)])
+@pytest.mark.parametrize("stack", [(), (2, 3), (0,)])
+@pytest.mark.parametrize(("depth", "columns"), [(7, 31), (3, 32), (5, 33), (0, 5), (3, 0)])
 def test_packed_matrices_are_unpacked(stack: tuple[int, ...], depth: int, columns: int) -> None:
     matrices = np.random.default_rng(0).standard_normal((*stack, depth, columns), np.float32)
-    panels = packed(jnp.asarray(matrices))
+    panels, again, behind = jax.jit(
+        lambda x: ((panels := packed(x)), unpacked(panels, columns), unpacked(panels, panels.shape[-3] * 32))
+    )(matrices)
     assert panels.shape == packed_shape(matrices.shape)
-    np.testing.assert_array_equal(unpacked(panels, columns), matrices, strict=True)
-    assert not np.any(unpacked(panels, panels.shape[-3] * 32)[..., columns:])
+    np.testing.assert_array_equal(again, matrices, strict=True)
+    assert not np.any(behind[..., columns:])
 
 
 @settings(max_examples=40, deadline=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 
+from transmuter.native.library import run_eagerly
 from transmuter.native.products import PANEL, unpacked
 
 Wanted = Literal["output", "input", "kernel"]
@@ -119,4 +119,4 @@ def _lowering(
 
 
 mlir.register_lowering(convolution_p, _lowering, platform="cpu")
-convolution_p.def_impl(lambda *operands, **params: jax.jit(functools.partial(convolution_p.bind, **params))(*operands))
+run_eagerly(convolution_p)

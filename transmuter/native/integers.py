@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 
-from transmuter.native.library import variant
+from transmuter.native.library import run_eagerly, variant
 from transmuter.native.products import PANEL
 
 WORD = 4
@@ -74,7 +74,7 @@ def pure_integer_product(left: jax.Array, right: jax.Array, shift: jax.Array) ->
 
 mlir.register_lowering(integer_product_p, jax.ffi.ffi_lowering("transmuter_integer_product"), platform="cpu")
 mlir.register_lowering(integer_product_p, mlir.lower_fun(pure_integer_product, multiple_results=False))
-integer_product_p.def_impl(jax.jit(integer_product_p.bind))
+run_eagerly(integer_product_p)
 
 
 dynamic_quantization_p = jex.Primitive("cpu_dynamic_quantization")
@@ -88,4 +88,4 @@ def _(x: Any) -> Any:
 
 
 mlir.register_lowering(dynamic_quantization_p, jax.ffi.ffi_lowering("transmuter_quantization"), platform="cpu")
-dynamic_quantization_p.def_impl(jax.jit(dynamic_quantization_p.bind))
+run_eagerly(dynamic_quantization_p)

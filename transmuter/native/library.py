@@ -10,8 +10,10 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.extend.core as jex
 
 TARGETS = ("transmuter_convolution", "transmuter_integer_product", "transmuter_product", "transmuter_quantization")
 """The functions that XLA calls, by the names that both the library and `jax.ffi.ffi_call` know them by."""
@@ -47,6 +49,16 @@ def chosen(name: str) -> Iterator[None]:
         yield
     finally:
         choose(before)
+
+
+def run_eagerly(primitive: jex.Primitive) -> None:
+    """Gives a primitive its eager form: it is compiled by itself, even where `jax.disable_jit` is on."""
+
+    def run(*operands: Any, **params: Any) -> Any:
+        with jax.disable_jit(False):
+            return jax.jit(functools.partial(primitive.bind, **params))(*operands)
+
+    primitive.def_impl(run)
 
 
 def _library() -> ctypes.CDLL | None:

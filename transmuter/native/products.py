@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ import jax.extend.core as jex
 import numpy as np
 from jax import lax
 from jax.interpreters import mlir
+
+from transmuter.native.library import run_eagerly
 
 PANEL = 32
 """Columns of a packed matrix that lie side by side."""
@@ -207,4 +208,4 @@ def _lowering(ctx: mlir.LoweringRuleContext, left: Any, right: Any, *, form: For
 
 mlir.register_lowering(product_p, _lowering, platform="cpu")
 mlir.register_lowering(product_p, mlir.lower_fun(pure_product, multiple_results=False))
-product_p.def_impl(lambda *operands, form: jax.jit(functools.partial(product_p.bind, form=form))(*operands))
+run_eagerly(product_p)

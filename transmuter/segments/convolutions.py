@@ -16,11 +16,14 @@ import jax
 import numpy as np
 
 from transmuter import native
+from transmuter.lowering.convolution import depthwise_window
 from transmuter.lowering.platform import has_kernels
 from transmuter.native import Convolution
 from transmuter.segments.preparation import Operation, Ref
 from transmuter.segments.rewriting import Operand, Replacement, View
 
+_FEWEST_CHANNELS = 16
+"""So many channels a depthwise convolution has for the kernel to have vectors of them."""
 _FEWEST = 1 << 16
 """So many multiplications a convolution has for a call of the kernel to pay."""
 
@@ -45,6 +48,36 @@ def convolutions(view: View) -> Iterator[Replacement]:
             how, kernel, result = found
             function = partial(_computed, how, view.aval(result).shape)
             yield Replacement([result], function, [op.operands[0], kernel])
+
+
+def depthwise_convolutions(view: View) -> Iterator[Replacement]:
+    """A rule for what is differentiated no more: each channel is convolved with a kernel of its own.
+
+    It comes before what calls functions that have a derivative of their own, since it knows a convolution by being one.
+    """
+    for op in view.trace.operations:
+        if (by := depthwise_window(op.equation)) is None:
+            continue
+        input, kernel = map(view.aval, op.operands)
+        channels, shape = input.shape[-1], view.aval(op.results[0]).shape
+        is_plain = {input.dtype, kernel.dtype} == {np.dtype(np.float32)} and set(by.stretch) == {1}
+        if is_plain and len(by.size) <= 2 and channels >= _FEWEST_CHANNELS and 0 not in (*input.shape, *shape):
+            *spatial, step = _steps(kernel.shape)
+            how = Convolution(
+                wanted="output",
+                batch=input.shape[0],
+                groups=channels,
+                channels=1,
+                features=1,
+                input=input.shape[1:-1],
+                output=shape[1:-1],
+                kernel=by.size,
+                strides=by.strides,
+                dilations=by.dilations,
+                low=tuple(low for low, _ in by.padding),
+                steps=(*spatial, 0, step),
+            )
+            yield Replacement(op.results, partial(_computed, how, shape), op.operands)
 
 
 def _found(view: View, op: Operation) -> tuple[Convolution, Operand, Ref] | None:

@@ -26,6 +26,7 @@ from transmuter.lowering.control_flow import varying_axes
 from transmuter.lowering.evaluation import Bind, Break, Evaluation, Scope, operator_name
 from transmuter.lowering.few_bits import Packing, in_packing
 from transmuter.lowering.padding import Padded, cut
+from transmuter.lowering.platform import without_warnings
 from transmuter.model import Model, checked_key, returned
 from transmuter.progress import bar_class
 from transmuter.segments import explanation
@@ -394,7 +395,7 @@ class CompiledModel:
             if executable.is_compiled:
                 return
             started = time.perf_counter()
-            with self._keeping():
+            with self._keeping(), without_warnings():
                 lower().compile()  # JAX finds it again when the function is called
             seconds = time.perf_counter() - started
             segment.compile_seconds += seconds

@@ -8,7 +8,7 @@ from typing import Any
 import jax.extend.core as jex
 
 from transmuter.lowering.platform import has_kernels
-from transmuter.segments.convolutions import convolutions
+from transmuter.segments.convolutions import convolutions, depthwise_convolutions
 from transmuter.segments.integers import dynamic_quantization
 from transmuter.segments.preparation import Trace
 from transmuter.segments.rewriting import Replacement, Rule, View, rewriting, rewritten, within
@@ -43,4 +43,11 @@ def _inside(view: View) -> Iterator[Replacement]:
             yield within(op, *_RULES)
 
 
-_RULES: tuple[Rule, ...] = (dynamic_quantization, _called, _inside, convolutions, strided_products)
+_RULES: tuple[Rule, ...] = (
+    dynamic_quantization,
+    depthwise_convolutions,
+    _called,
+    _inside,
+    convolutions,
+    strided_products,
+)
