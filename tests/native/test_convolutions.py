@@ -165,7 +165,7 @@ def test_each_of_the_three(case: Case) -> None:
         case.assert_close(actual, *operands)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(cases("output"))
 def test_packed_kernels(case: Case) -> None:
     input, kernel = case.operands()
@@ -182,11 +182,11 @@ def test_packed_kernels(case: Case) -> None:
         case.assert_close(pure, input, kernel)
 
 
-HWIO, OIHW, HWOI = (0, 1, 2, 3), (3, 2, 0, 1), (0, 1, 3, 2)
+HWIO, OIHW = (0, 1, 2, 3), (3, 2, 0, 1)
 
 
 @pytest.mark.parametrize("wanted", ["output", "input", "kernel"])
-@pytest.mark.parametrize("order", [HWIO, OIHW, HWOI], ids=["HWIO", "OIHW", "HWOI"])
+@pytest.mark.parametrize("order", [HWIO, OIHW], ids=["HWIO", "OIHW"])
 @pytest.mark.parametrize(
     "sizes",
     [

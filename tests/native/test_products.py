@@ -137,7 +137,7 @@ def test_packed_matrices_are_unpacked(stack: tuple[int, ...], depth: int, column
     assert not np.any(behind[..., columns:])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.integers(0, 3), max_size=3),
     st.sampled_from(SIZES),

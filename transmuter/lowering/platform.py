@@ -99,11 +99,11 @@ def training_options(*, in_order: bool = False) -> Mapping[str, str]:
 
     Products and convolutions are fast in Eigen, as in inference, and sums over channels in YNNPACK: a step of ResNet-18
     takes 0.65 of the time. Much more memory is temporary than in inference: in pieces, that step takes 0.9 of the time,
-    and one of MiniLM 1.07 of the memory.
+    and one of MiniLM 1.07 of the memory. Wide registers are 1 to 3% of both.
     """
     if not (on_cpu() and _are_known()):
         return _NOTHING
-    return {**_YNNPACK_REDUCES, **_FEW_PARTS, **(_IN_ORDER if in_order else _IN_PIECES)}
+    return {**_YNNPACK_REDUCES, **_WIDE, **_FEW_PARTS, **(_IN_ORDER if in_order else _IN_PIECES)}
 
 
 @contextlib.contextmanager

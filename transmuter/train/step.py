@@ -22,6 +22,7 @@ from transmuter.partition import Choice, Partition
 from transmuter.segments.cache import use_persistent_cache
 from transmuter.segments.executor import CompiledModel
 from transmuter.segments.kernels import calling_kernels
+from transmuter.segments.memory import keep_freed
 from transmuter.train.learned import learned
 from transmuter.train.losses import Loss
 from transmuter.train.transforms import Policy, jit_in_turn, transform
@@ -191,6 +192,7 @@ class Step:
         return jax.device_put(array, self._split if np.ndim(array) else self._replicated)
 
     def _in_one_call(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        keep_freed()
         signature = tuple((name, np.shape(x), x.dtype) for name, x in sorted(batch.items()))
         with nullcontext() if signature in self._signatures else without_warnings():  # of compiling
             made = self._whole(state, self._frozen, batch)

@@ -21,6 +21,7 @@ constexpr long kBlockRows = kLanes == 16 ? 112 : 96;
 constexpr long kBlockDepth = 384;
 constexpr long kFewPanels = 6;                      // so many do not pay for a copy of the left operand
 constexpr long kCopied = 4 << 20;                   // elements of the right operand that are copied at once, about
+constexpr long kRowsAhead = 12;                     // that are fetched while one is copied
 constexpr long kLine = 16;                          // elements of a cache line
 constexpr long kSlack = 16;                         // elements behind a copy that whole vectors may reach
 
@@ -160,6 +161,7 @@ inline void copy_left(const float* from, long row_step, long depth_step, const C
                                    elements_of(sizes[1], std::make_integer_sequence<int, kTileRows + 1>())};
     for (long k = 0; k < depth; ++k) {
       const float* row = from + k * depth_step;
+      for (long i = 0; i < tiles.length; i += kLine) __builtin_prefetch(row + kRowsAhead * depth_step + i, 0, 3);
       for (long t = 0; t < tiles.parts; ++t) {
         const long kind = t < larger ? 0 : 1, start = tiles.start(t);
         copies[kind](row + start, to + start * depth + k * sizes[kind]);
@@ -194,8 +196,12 @@ inline void copy_panels(const float* from, long depth_step, long column_step, lo
                         long panel_step) {
   const long whole = column_step == 1 ? columns / kPanel : 0;
   for (long k = 0; whole > 0 && k < depth; ++k)  // a row after the other, since these lie far apart
-    for (long j = 0; j < whole; ++j)
+    for (long j = 0; j < whole; ++j) {
+      const float* next = from + (k + kRowsAhead) * depth_step + j * kPanel;
+      __builtin_prefetch(next, 0, 3);
+      __builtin_prefetch(next + kLine, 0, 3);
       copy_elements<kPanel>(from + k * depth_step + j * kPanel, to + j * panel_step + k * kPanel);
+    }
   for (long j = whole; j * kPanel < columns; ++j)
     copy_panel(from + j * kPanel * column_step, depth_step, column_step, std::min(kPanel, columns - j * kPanel), depth,
                to + j * panel_step);
