@@ -89,9 +89,11 @@ def _grouped(x: Array, w: Array, by: Window, group: int) -> jax.Array:
     most = max(_BLOCK // channels, 1) if by.taps <= _MOST_TAPS else 1
     joined = next(n for n in range(min(most, group), 0, -1) if group % n == 0)
     blocks = group // joined
-    kernels = jnp.reshape(w, (blocks, joined, outputs // group, 1, channels, *size))
-    own = np.eye(joined).reshape(joined, 1, joined, 1, *[1] * len(size))
-    kernels = jnp.reshape(kernels * cast(own, w.dtype), (blocks, outputs // blocks, joined * channels, *size))
+    kernels = jnp.reshape(w, (blocks, joined, outputs // group, channels, *size))
+    none, zero, rank = (0, 0, 0), np.zeros((), w.dtype), len(size)
+    places = [(i * channels, (joined - 1 - i) * channels, 0) for i in range(joined)]
+    padded = [lax.pad(kernels[:, i], zero, [none, none, place, *[none] * rank]) for i, place in enumerate(places)]
+    kernels = jnp.concatenate(padded, 1)
     kernels = jnp.moveaxis(kernels, (2, 1), (-2, -1))
     if blocks <= _MOST_BLOCKS:
         parts = jnp.split(x, blocks, -1)
