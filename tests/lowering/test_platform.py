@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from jax import lax
 
+from transmuter import native
 from transmuter.lowering import platform
+from transmuter.segments.kernels import calling_kernels
 
 
 def options(function, *shapes: tuple[int, ...]) -> dict:
@@ -20,6 +22,10 @@ def convolution(x, w):
     return lax.conv(x, w, (1, 1), "SAME")
 
 
+def with_channels_last(x, w):
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
 def repeated(x, w):
     return lax.scan(lambda carry, _: (jnp.tanh(carry @ w), None), x, None, length=3)
 
@@ -27,6 +33,7 @@ def repeated(x, w):
 NO_YNNPACK, REDUCES = (
     o["xla_cpu_experimental_ynn_fusion_type"] for o in (platform._NO_YNNPACK, platform._YNNPACK_REDUCES)
 )
+ALWAYS = {**platform._FEW_PARTS, **platform._IN_PIECES}
 
 
 @pytest.mark.parametrize(
@@ -55,7 +62,7 @@ def test_products_of_loops_use_wide_registers(monkeypatch):
 
     for function, is_wide in ((repeated, True), (until, True), (jnp.matmul, False)):
         assert ("xla_cpu_prefer_vector_width" in options(function, (1, 64), (64, 64))) == is_wide
-    assert options(lambda x: lax.scan(lambda c, _: (c + 1, None), x, None, length=3), (64,)) == platform._FEW_PARTS
+    assert options(lambda x: lax.scan(lambda c, _: (c + 1, None), x, None, length=3), (64,)) == ALWAYS
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert options(repeated, (1, 64), (64, 64)) == {}
 
@@ -65,7 +72,18 @@ def test_products_of_integers_are_ynnpacks():
         return lax.dot(x, w, preferred_element_type=np.int32), a @ b
 
     avals = [jax.ShapeDtypeStruct((128, 128), kind) for kind in (np.int8, np.int8, np.float32, np.float32)]
-    assert platform.compiler_options(jax.make_jaxpr(product)(*avals).eqns) == platform._FEW_PARTS
+    assert platform.compiler_options(jax.make_jaxpr(product)(*avals).eqns) == ALWAYS
+
+
+def test_kernels_of_our_own_count_as_the_products_that_they_are():
+    if not native.available():
+        pytest.skip("there are no kernels for this machine")
+    alone = lambda x, w: calling_kernels(with_channels_last)(x, w)
+    beside = lambda x, w, a: (calling_kernels(with_channels_last)(x, w), calling_kernels(jnp.matmul)(a, a))
+    few = [(1, 12, 12, 8), (3, 3, 8, 8)]
+    for function, shapes, ynnpack in ((alone, few, NO_YNNPACK), (beside, [*few, (128, 128)], REDUCES)):
+        assert "cpu_convolution" in str(jax.make_jaxpr(function)(*(jnp.zeros(shape) for shape in shapes)))
+        assert options(function, *shapes)["xla_cpu_experimental_ynn_fusion_type"] == ynnpack
 
 
 def test_the_versions_that_are_not_asked_have_the_options(monkeypatch):
@@ -89,5 +107,6 @@ def test_products_in_half_precision_widen_one_weight_at_a_time(kind, in_order, m
     avals = [jax.ShapeDtypeStruct((64, 64), kind)] * 2
     equations = jax.make_jaxpr(jnp.matmul)(*avals).eqns
     assert ("xla_cpu_scheduler_type" in platform.compiler_options(equations)) == in_order
+    assert ("xla_multiheap_size_constraint_per_heap" in platform.compiler_options(equations)) != in_order
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert platform.compiler_options(equations) == {}
