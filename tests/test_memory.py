@@ -20,7 +20,9 @@ def resident() -> int:
         return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
 
-@pytest.mark.skipif(sys.platform != "linux" or memory._trim() is None, reason="needs Linux and GNU's C library")
+@pytest.mark.skipif(
+    sys.platform != "linux" or memory._of_c("malloc_trim") is None, reason="needs Linux and GNU's C library"
+)
 def test_freed_memory_goes_back():
     blocks = [bytearray(64 << 10) for _ in range(2000)]  # below the size that is mapped by itself
     del blocks[:-1]  # what is above the last block stays with the allocator
@@ -30,7 +32,7 @@ def test_freed_memory_goes_back():
 
 
 def test_a_library_that_cannot_be_asked(monkeypatch):
-    monkeypatch.setattr(memory, "_trim", lambda: None)
+    monkeypatch.setattr(memory, "_of_c", lambda name: None)
     memory.give_back()
 
 

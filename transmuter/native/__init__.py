@@ -7,7 +7,7 @@ and where the library is not there, the pure one is.
 
 from transmuter.native.convolutions import Convolution, convolution, packed_kernel
 from transmuter.native.library import available, variant
-from transmuter.native.products import Form, fits, packed, packed_shape, product, unpacked
+from transmuter.native.products import Form, fits, packed, packed_shape, product, steps_of, unpacked
 from transmuter.native.pure import pure
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "packed_shape",
     "product",
     "pure",
+    "steps_of",
     "unpacked",
     "variant",
 ]

@@ -132,10 +132,10 @@ def _strides(form: Form, left: Sequence[int], right: Sequence[int]) -> _Strides 
     canonical = [*lefts[:rows_end], *rights[form.batch + form.depth :]]
     if not all(isinstance(n, int) for n in (*lefts, *rights)):
         return None
-    steps_of_left = [_steps(left)[i] for i in form.left]
-    packed_steps = [*_steps(right)[: form.batch], PANEL, 1]
-    steps_of_right = [_steps(right)[i] for i in form.right] if form.columns is None else packed_steps
-    moved = _steps([canonical[i] for i in form.result])
+    steps_of_left = [steps_of(left)[i] for i in form.left]
+    packed_steps = [*steps_of(right)[: form.batch], PANEL, 1]
+    steps_of_right = [steps_of(right)[i] for i in form.right] if form.columns is None else packed_steps
+    moved = steps_of([canonical[i] for i in form.result])
     steps_of_result = [moved[form.result.index(i)] for i in range(len(canonical))]
 
     stack = _merged(zip(lefts[: form.batch], steps_of_left, steps_of_right, steps_of_result))
@@ -170,7 +170,7 @@ def _strides(form: Form, left: Sequence[int], right: Sequence[int]) -> _Strides 
     return None
 
 
-def _steps(shape: Sequence[int]) -> list[int]:
+def steps_of(shape: Sequence[int]) -> list[int]:
     """The strides of an array in row-major order."""
     return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
 

@@ -18,7 +18,7 @@ import numpy as np
 from transmuter import native
 from transmuter.lowering.convolution import depthwise_window
 from transmuter.lowering.platform import has_kernels
-from transmuter.native import Convolution
+from transmuter.native import Convolution, steps_of
 from transmuter.segments.preparation import Operation, Ref
 from transmuter.segments.rewriting import Operand, Replacement, View
 
@@ -35,7 +35,7 @@ def packed_kernels(view: View) -> Iterator[Replacement]:
     for op in view.trace.operations:
         input, kernel = op.operands if _is_convolution(view, op) else (None, None)
         if kernel in view.weights and input not in view.weights:
-            how = _forward(view, op, _steps(view.aval(kernel).shape))
+            how = _forward(view, op, steps_of(view.aval(kernel).shape))
             if how is not None:
                 function = partial(_with_packed, how, _spec(op).rhs_spec, view.aval(op.results[0]).shape)
                 yield Replacement(op.results, function, op.operands)
@@ -62,7 +62,7 @@ def depthwise_convolutions(view: View) -> Iterator[Replacement]:
         channels, shape = input.shape[-1], view.aval(op.results[0]).shape
         is_plain = {input.dtype, kernel.dtype} == {np.dtype(np.float32)} and set(by.stretch) == {1}
         if is_plain and len(by.size) <= 2 and channels >= _FEWEST_CHANNELS and 0 not in (*input.shape, *shape):
-            *spatial, step = _steps(kernel.shape)
+            *spatial, step = steps_of(kernel.shape)
             how = Convolution(
                 wanted="output",
                 batch=input.shape[0],
@@ -142,9 +142,8 @@ def _input_gradient(view: View, op: Operation, turned: Operation, steps: Sequenc
     params, spec = op.equation.params, _spec(op)
     channels, features, *spatial = spec.rhs_spec
     is_turned = set(turned.equation.params["dimensions"]) == set(spatial)
-    if not (is_turned and _has_channels_last(spec)) or {*params["window_strides"], params["feature_group_count"]} != {
-        1
-    }:
+    is_plain = {*params["window_strides"], params["feature_group_count"]} == {1}
+    if not (is_turned and is_plain and _has_channels_last(spec)):
         return None
     output, kernel, input = (view.aval(value).shape for value in (*op.operands, *op.results))
     sizes, dilations = tuple(kernel[i] for i in spatial), params["rhs_dilation"]
@@ -194,28 +193,18 @@ def _has_channels_last(spec: Any) -> bool:
     return spec.lhs_spec == spec.out_spec == (0, rank - 1, *range(1, rank - 1))
 
 
-def _steps(shape: Sequence[int]) -> list[int]:
-    """How far apart the elements of a row-major array are, along each dimension."""
-    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-
-
 def _source(view: View, operand: Operand) -> tuple[Operand, list[int]]:
     """What a kernel is a transpose of, and its steps in that."""
-    transpose = view.producer(operand, "transpose")
-    if transpose is None:
-        return operand, _steps(view.aval(operand).shape)
-    steps = _steps(view.aval(transpose.operands[0]).shape)
-    return transpose.operands[0], [steps[i] for i in transpose.equation.params["permutation"]]
+    source, order = view.source(operand)
+    steps = steps_of(view.aval(source).shape)
+    return source, [steps[i] for i in order]
 
 
 def _end(view: View, op: Operation) -> tuple[Ref, list[int]]:
     """What a result is transposed to, if it is for nothing else, and its steps in that."""
-    result = op.results[0]
-    after = view.sole_user(result)
-    if after is None or after.equation.primitive.name != "transpose":
-        return result, _steps(view.aval(result).shape)
-    order, steps = after.equation.params["permutation"], _steps(view.aval(after.results[0]).shape)
-    return after.results[0], [steps[order.index(i)] for i in range(len(order))]
+    end, order = view.end(op.results[0])
+    steps = steps_of(view.aval(end).shape)
+    return end, [steps[order.index(i)] for i in range(len(order))]
 
 
 def _with_packed(

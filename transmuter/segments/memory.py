@@ -55,18 +55,11 @@ def keep_freed() -> None:
     clears each page when it is asked for the next time: for MiniLM, 160,000 pages and a sixth of the step. What the
     user's environment says of malloc goes first; other libraries than GNU's are left as they are.
     """
-    if any(name in os.environ for name in _SETTINGS) or _mallopt() is None:
+    mallopt = _of_c("mallopt")
+    if mallopt is None or any(name in os.environ for name in _SETTINGS):
         return
     for option, size in _KEEPING:
-        _mallopt()(option, size)
-
-
-@functools.cache
-def _mallopt() -> Callable[[int, int], int] | None:
-    try:
-        return ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):  # no such function, no such handle, as on Windows
-        return None
+        mallopt(option, size)
 
 
 def give_back() -> None:
@@ -75,14 +68,15 @@ def give_back() -> None:
     After compiling a large graph that is as much as a tenth of a gigabyte. Other libraries than GNU's do so by
     themselves, or cannot be asked.
     """
-    trim = _trim()
+    trim = _of_c("malloc_trim")
     if trim is not None:
         trim(0)
 
 
 @functools.cache
-def _trim() -> Callable[[int], int] | None:
+def _of_c(name: str) -> Callable[..., int] | None:
+    """A function of the C library."""
     try:
-        return ctypes.CDLL(None).malloc_trim
+        return getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):  # no such function, no such handle, as on Windows
         return None

@@ -16,7 +16,7 @@ import numpy as np
 
 from transmuter.lowering.arrays import HALVES
 from transmuter.reading import aligned
-from transmuter.segments.preparation import Operation, Ref, Weight
+from transmuter.segments.preparation import Operation, Ref, Weight, only_appends
 
 _BLOCK = 128
 """Rows and columns that are copied at a time, so that what a block reads and writes stays in the cache."""
@@ -73,7 +73,7 @@ def _form(op: Operation) -> Callable[[list[np.ndarray]], np.ndarray] | None:
 def _appends_zeros(op: Operation) -> bool:
     array, value = op.operands
     is_zero = isinstance(array, Ref) and isinstance(value, jex.Literal) and value.val == 0
-    return is_zero and all(low == inner == 0 <= high for low, high, inner in op.equation.params["padding_config"])
+    return is_zero and only_appends(op)
 
 
 def _extended(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

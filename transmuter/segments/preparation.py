@@ -285,6 +285,11 @@ def _in_turn(first: Callable[[Any], Any], second: Callable[[Any], Any], value: A
     return second(first(value))
 
 
+def only_appends(op: Operation) -> bool:
+    """Whether a `pad` puts something behind the last elements, and nowhere else."""
+    return all(low == inner == 0 <= high for low, high, inner in op.equation.params["padding_config"])
+
+
 def _undo(op: Operation, position: int) -> Callable[[jax.Array], jax.Array] | None:
     """What gives one operand of an operation back from its result, or None."""
     before, params = op.equation.invars[position].aval, op.equation.params
@@ -296,7 +301,7 @@ def _undo(op: Operation, position: int) -> Callable[[jax.Array], jax.Array] | No
             return lambda x: lax.reshape(x, before.shape)
         case "broadcast_in_dim" if math.prod(before.shape) == math.prod(params["shape"]):
             return lambda x: lax.reshape(x, before.shape)
-        case "pad" if all(low == inner == 0 <= high for low, high, inner in params["padding_config"]):
+        case "pad" if only_appends(op):
             return lambda x: lax.slice(x, (0,) * x.ndim, before.shape)
         case "concatenate":
             axis = params["dimension"]

@@ -60,6 +60,20 @@ class View:
         users = self.users.get(ref, ())
         return users[0] if len(users) == 1 and ref not in self.outputs else None
 
+    def source(self, operand: Operand) -> tuple[Operand, Sequence[int]]:
+        """What an operand is a transpose of, if it is one, and the order of its dimensions in that."""
+        transpose = self.producer(operand, "transpose")
+        if transpose is None:
+            return operand, range(len(self.aval(operand).shape))
+        return transpose.operands[0], transpose.equation.params["permutation"]
+
+    def end(self, result: Ref) -> tuple[Ref, Sequence[int]]:
+        """What a result is transposed to, if it is for nothing else, and the order of its dimensions there."""
+        after = self.sole_user(result)
+        if after is None or after.equation.primitive.name != "transpose":
+            return result, range(len(self.aval(result).shape))
+        return after.results[0], after.equation.params["permutation"]
+
 
 @dataclass(frozen=True)
 class Replacement:

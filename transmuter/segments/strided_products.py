@@ -14,8 +14,7 @@ from jax import lax
 
 from transmuter import native
 from transmuter.lowering.platform import has_kernels
-from transmuter.segments.preparation import Operation, Ref
-from transmuter.segments.rewriting import Operand, Replacement, View
+from transmuter.segments.rewriting import Replacement, View
 
 _FEWEST = 1 << 14
 """So many multiplications a product has for a call of the kernel, which takes some microseconds itself, to pay."""
@@ -46,10 +45,14 @@ def packed_weights(view: View) -> Iterator[Replacement]:
 def strided_products(view: View) -> Iterator[Replacement]:
     """A rule for what is differentiated no more: the kernel computes products of operands as they lie."""
     products = [op for op in view.trace.operations if _is_product(op.equation)]
-    ends = [_end(view, op) for op in products]
+    ends = [view.end(op.results[0]) for op in products]
     taken = {result for result, _ in ends}
     for op, (result, order) in zip(products, ends):
-        (left, left_order), (right, right_order) = (_source(view, operand, taken) for operand in op.operands)
+        # what ends another product is no operation of its own any more
+        (left, left_order), (right, right_order) = (
+            (operand, range(len(view.aval(operand).shape))) if operand in taken else view.source(operand)
+            for operand in op.operands
+        )
         how = _form(op.equation, left_order, right_order, order)
         shapes = view.aval(left).shape, view.aval(right).shape
         rows = math.prod(shapes[0][i] for i in how.left[how.batch : len(how.left) - how.depth])
@@ -82,22 +85,6 @@ def _form(equation: jex.JaxprEqn, left: Sequence[int], right: Sequence[int], res
         len(left_batch),
         len(left_depth),
     )
-
-
-def _end(view: View, op: Operation) -> tuple[Ref, Sequence[int]]:
-    """The value that a product's result is put in another order for, if it is for nothing else, and that order."""
-    after = view.sole_user(op.results[0])
-    if after is not None and after.equation.primitive.name == "transpose":
-        return after.results[0], after.equation.params["permutation"]
-    return op.results[0], range(len(view.aval(op.results[0]).shape))
-
-
-def _source(view: View, operand: Operand, taken: set[Ref]) -> tuple[Operand, Sequence[int]]:
-    """What an operand is a transpose of, and in which order, unless that is the end of another product."""
-    transpose = view.producer(operand, "transpose")
-    if transpose is None or operand in taken:
-        return operand, range(len(view.aval(operand).shape))
-    return transpose.operands[0], transpose.equation.params["permutation"]
 
 
 def _with_packed(how: native.Form, order: Sequence[int], left: jax.Array, weight: jax.Array) -> list[jax.Array]:

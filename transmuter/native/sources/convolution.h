@@ -78,23 +78,16 @@ template <int Rows, int Runs, int Vectors>
 
 using Sum = void (*)(long, const float* const*, const float*, const Spot&, bool);
 
+template <int Runs, int Vectors, int... Rows>
+Sum sum_of(long rows, std::integer_sequence<int, Rows...>) {
+  static constexpr Sum sums[] = {sum<Rows + 1, Runs, Vectors>...};
+  return sums[rows - 1];
+}
+
 template <int Vectors>
 Sum sum_of(long rows, long runs) {
-  static constexpr Sum single[] = {
-      sum<1, 1, Vectors>, sum<2, 1, Vectors>,  sum<3, 1, Vectors>,
-      sum<4, 1, Vectors>, sum<5, 1, Vectors>,  sum<6, 1, Vectors>,
-#if TRANSMUTER_LANES == 16
-      sum<7, 1, Vectors>, sum<8, 1, Vectors>,  sum<9, 1, Vectors>,  sum<10, 1, Vectors>,
-      sum<11, 1, Vectors>, sum<12, 1, Vectors>, sum<13, 1, Vectors>, sum<14, 1, Vectors>,
-#endif
-  };
-  static constexpr Sum paired[] = {
-      sum<1, 2, Vectors>, sum<2, 2, Vectors>, sum<3, 2, Vectors>,
-#if TRANSMUTER_LANES == 16
-      sum<4, 2, Vectors>, sum<5, 2, Vectors>, sum<6, 2, Vectors>, sum<7, 2, Vectors>,
-#endif
-  };
-  return runs == 2 ? paired[rows - 1] : single[rows - 1];
+  if (runs == 2) return sum_of<2, Vectors>(rows, std::make_integer_sequence<int, kPaired>());
+  return sum_of<1, Vectors>(rows, std::make_integer_sequence<int, kTileRows>());
 }
 
 // The tile of `rows` positions in each of `runs`, and of up to kTileColumns columns; nothing behind the last is touched.

@@ -96,13 +96,20 @@ void run(const Tasks& tasks, long count, void (*task)(void*, long), void* contex
   }
 }
 
+// Runs a kernel of the chosen variant on the threads of XLA's pool.
+template <typename Work>
+ffi::Error run_kernel(ffi::ThreadPool& pool, void (*Kernels::*kernel)(const Work&, const Tasks&), const Work& work) {
+  const Kernels* kernels = chosen.load();
+  if (kernels == nullptr) return ffi::Error(ffi::ErrorCode::kUnimplemented, "this processor has no kernels");
+  (kernels->*kernel)(work, Tasks{static_cast<long>(pool.num_threads()), run, scratch, &pool});
+  return ffi::Error::Success();
+}
+
 using Strides = ffi::Span<const int64_t>;
 
 ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> left, ffi::Buffer<ffi::F32> right,
                    ffi::ResultBuffer<ffi::F32> result, Strides sizes, Strides left_strides, Strides right_strides,
                    Strides result_strides, bool is_packed) {
-  const Kernels* kernels = chosen.load();
-  if (kernels == nullptr) return ffi::Error(ffi::ErrorCode::kUnimplemented, "this processor has no kernels");
   Product p;
   for (int i = 0; i < kBatchDimensions; ++i) {
     p.batch[i] = sizes[i];
@@ -116,39 +123,30 @@ ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> left, ffi::Buffer
   p.result_row = result_strides[3];
   p.left = left.typed_data(), p.right = right.typed_data(), p.result = result->typed_data();
   p.is_packed = is_packed;
-  kernels->product(p, Tasks{static_cast<long>(pool.num_threads()), run, scratch, &pool});
-  return ffi::Error::Success();
+  return run_kernel(pool, &Kernels::product, p);
 }
 
 ffi::Error integer_product(ffi::ThreadPool pool, ffi::AnyBuffer left, ffi::Buffer<ffi::S8> right,
                            ffi::Buffer<ffi::S32> first, ffi::ResultBuffer<ffi::S32> result) {
-  const Kernels* kernels = chosen.load();
-  if (kernels == nullptr) return ffi::Error(ffi::ErrorCode::kUnimplemented, "this processor has no kernels");
   IntegerProduct p;
   p.depth = left.dimensions().back(), p.columns = result->dimensions().back();
   p.rows = p.columns == 0 ? 0 : static_cast<long>(result->element_count()) / p.columns;
   p.left = static_cast<const uint8_t*>(left.untyped_data()), p.is_signed = left.element_type() == ffi::S8;
   p.right = right.typed_data(), p.first = first.typed_data(), p.result = result->typed_data();
-  kernels->integer_product(p, Tasks{static_cast<long>(pool.num_threads()), run, scratch, &pool});
-  return ffi::Error::Success();
+  return run_kernel(pool, &Kernels::integer_product, p);
 }
 
 ffi::Error quantization(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> values, ffi::ResultBuffer<ffi::U8> steps,
                         ffi::ResultBuffer<ffi::F32> scale, ffi::ResultBuffer<ffi::U8> zero) {
-  const Kernels* kernels = chosen.load();
-  if (kernels == nullptr) return ffi::Error(ffi::ErrorCode::kUnimplemented, "this processor has no kernels");
   const Quantization q{static_cast<long>(values.element_count()), values.typed_data(), steps->typed_data(),
                        scale->typed_data(), zero->typed_data()};
-  kernels->quantization(q, Tasks{static_cast<long>(pool.num_threads()), run, scratch, &pool});
-  return ffi::Error::Success();
+  return run_kernel(pool, &Kernels::quantization, q);
 }
 
 // The arguments are the two of input, output and kernel that are not wanted, in this order.
 ffi::Error convolution(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> first, ffi::Buffer<ffi::F32> second,
                        ffi::ResultBuffer<ffi::F32> result, int64_t wanted, Strides sizes, Strides window, Strides kernel,
                        bool is_packed) {
-  const Kernels* kernels = chosen.load();
-  if (kernels == nullptr) return ffi::Error(ffi::ErrorCode::kUnimplemented, "this processor has no kernels");
   Convolution c;
   c.wanted = static_cast<Convolution::Wanted>(wanted);
   c.batch = sizes[0], c.groups = sizes[1], c.channels = sizes[2], c.features = sizes[3];
@@ -163,8 +161,7 @@ ffi::Error convolution(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> first, ffi::B
   c.input = wanted == Convolution::kInput ? made : given[0];
   c.output = wanted == Convolution::kOutput ? made : given[wanted == Convolution::kInput ? 0 : 1];
   c.kernel = wanted == Convolution::kKernel ? made : given[1];
-  kernels->convolution(c, Tasks{static_cast<long>(pool.num_threads()), run, scratch, &pool});
-  return ffi::Error::Success();
+  return run_kernel(pool, &Kernels::convolution, c);
 }
 
 }  // namespace

@@ -14,7 +14,7 @@
 namespace transmuter {
 namespace {
 
-constexpr int kVectors = kLanes == 16 ? 2 : 2;      // of a row of a tile
+constexpr int kVectors = 2;                         // of a row of a tile
 constexpr int kTileColumns = kVectors * kLanes;     // of a panel's columns, those that a tile has
 constexpr int kTileRows = kLanes == 16 ? 14 : 6;    // so that sums, a row of the panel and one element fit the registers
 constexpr long kBlockRows = kLanes == 16 ? 112 : 96;
