@@ -229,23 +229,30 @@ def test_the_persistent_cache_is_off_unless_asked_for(tmp_path: Path, monkeypatc
     monkeypatch.delenv("TRANSMUTER_CACHE_DIR", raising=False)
     transmuter.compile(plain())
     assert jax.config.jax_compilation_cache_dir is None
-    found: list[str] = []
-    listener = lambda event, **_: found.append(event)
-    jax.monitoring.register_event_listener(listener)
-    try:
-        monkeypatch.setenv("TRANSMUTER_CACHE_DIR", str(tmp_path))
-        for hits in (0, 1):
-            before = found.count("/jax/compilation_cache/cache_hits")
-            transmuter.compile(plain(), {"x": X})
-            assert found.count("/jax/compilation_cache/cache_hits") - before == hits
-            jax.clear_caches()
-    finally:
-        jax.monitoring.unregister_event_listener(listener)
-    assert len(list(tmp_path.glob("*-cache"))) == 1, "the segment alone"
+    monkeypatch.setenv("TRANSMUTER_CACHE_DIR", str(tmp_path))
+    transmuter.compile(plain(), {"x": X})
+    assert [file.name.rsplit("-", 1)[0] for file in tmp_path.iterdir()] == ["transmuter-segment"], "the segment alone"
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 1
     transmuter.compile(plain(), persistent_cache=tmp_path)
     with pytest.raises(ValueError, match="one such folder"):
         transmuter.compile(plain(), persistent_cache=tmp_path / "other")
+
+
+@pytest.mark.usefixtures("_jax_cache")
+def test_segments_of_a_graph_with_breaks_are_in_jaxs_cache(tmp_path: Path) -> None:
+    found: list[str] = []
+    listener = lambda event, **_: found.append(event)
+    jax.monitoring.register_event_listener(listener)
+    try:
+        for hits in (0, 2):
+            before = found.count("/jax/compilation_cache/cache_hits")
+            compiled = transmuter.compile(breaking(), persistent_cache=tmp_path)
+            np.testing.assert_allclose(compiled(X)["y"], broken_result(X), rtol=1e-4)
+            assert found.count("/jax/compilation_cache/cache_hits") - before >= hits
+            jax.clear_caches()
+    finally:
+        jax.monitoring.unregister_event_listener(listener)
+    assert len(list(tmp_path.glob("jit_segment*-cache"))) == 2
 
 
 # ---- values between segments ---------------------------------------------------------------------------------------

@@ -88,10 +88,11 @@ def compile(
             and each call unpacks them, in pieces that fit a cache. `"unpack"`: they become float32 once, which takes 4
             (for 8 bits) or 8 times (for 4 bits) as much memory, besides theirs. `"auto"`: on a CPU those of MatMulNBits
             and QMoE stay packed; others become float32, if that takes less than half of the free memory.
-        persistent_cache: A folder in which JAX keeps executables, so that later processes need not compile them. A
-            process has one such folder, for all that it compiles: this sets JAX's own `jax_compilation_cache_dir`.
-            Segments are kept there however quickly they compile; for the rest of the process JAX's limit of a second
-            stays (`jax_persistent_cache_min_compile_time_secs`; one of your own holds for segments too). None is the
+        persistent_cache: A folder in which executables are kept, so that later processes need not compile them, nor
+            trace graphs without breaks. A process has one such folder, for all that it compiles: this sets JAX's own
+            `jax_compilation_cache_dir`. Segments are kept there however quickly they compile; for the rest of the
+            process JAX's limit of a second stays (`jax_persistent_cache_min_compile_time_secs`; one of your own holds
+            for segments too). What is in it is run: let nobody write to it whom you would not let run code. None is the
             environment variable TRANSMUTER_CACHE_DIR, unless JAX has a folder already; without either there is none.
         buckets: Lengths that symbolic axes are padded to, so that many lengths share an executable:
             `{"sequence_length": [32, 128, 512]}`, or `Buckets`, which says more. Outputs are cropped. Each combination

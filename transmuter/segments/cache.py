@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 from collections import OrderedDict
@@ -22,6 +23,7 @@ THRASHING = 16
 VARYING = 12
 """So many different contents of a static input tell that it is not one to compile for."""
 CACHE_DIR = "TRANSMUTER_CACHE_DIR"
+_HIT = "/jax/compilation_cache/cache_hits"
 _JAX_LIMIT = 1.0
 """The seconds of compiling from which JAX keeps an executable, unless its user says otherwise."""
 
@@ -214,13 +216,43 @@ def use_persistent_cache(path: str | os.PathLike[str] | None) -> bool:
 
 
 def keeping_all() -> AbstractContextManager[Any]:
-    """Lets JAX's cache keep what this thread compiles in the block, however quick that is. The public setting of the
-    limit is one for all threads; where a version of JAX has no other, its limit holds."""
+    """Lets JAX's cache keep what this thread compiles in the block, however quick that is."""
+    return _keeping_from(0.0)
+
+
+def keeping_none() -> AbstractContextManager[Any]:
+    """Lets JAX's cache keep nothing that this thread compiles in the block, since a record has it."""
+    return _keeping_from(math.inf)
+
+
+def _keeping_from(seconds: float) -> AbstractContextManager[Any]:
+    """The public setting of the limit is one for all threads; where a version of JAX has no other, its limit holds."""
     from jax._src import config
 
     limit = getattr(config, "persistent_cache_min_compile_time_secs", None)
-    is_default = jax.config.jax_persistent_cache_min_compile_time_secs == _JAX_LIMIT
-    return limit(0.0) if limit is not None and is_default else contextlib.nullcontext()
+    return limit(seconds) if limit is not None and keeps_quick_ones() else contextlib.nullcontext()
+
+
+def keeps_quick_ones() -> bool:
+    """Whether executables are kept however quickly they compile: unless JAX's user has set a limit."""
+    return jax.config.jax_persistent_cache_min_compile_time_secs == _JAX_LIMIT
+
+
+@contextlib.contextmanager
+def noting_hits() -> Iterator[list[str]]:
+    """Fills a list with what this thread finds in JAX's cache in the block."""
+    hits: list[str] = []
+    thread = threading.get_ident()
+
+    def note(event: str, **_: Any) -> None:
+        if event == _HIT and threading.get_ident() == thread:
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(note)
+    try:
+        yield hits
+    finally:
+        jax.monitoring.unregister_event_listener(note)
 
 
 def used_weights(segments: Iterable[Segment]) -> set[str]:

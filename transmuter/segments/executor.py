@@ -24,13 +24,21 @@ from transmuter.errors import ExecutionError, GraphBreakError, InputError, Recom
 from transmuter.lowering.arrays import contents, is_float
 from transmuter.lowering.control_flow import varying_axes
 from transmuter.lowering.evaluation import Bind, Break, Evaluation, Scope, operator_name
-from transmuter.lowering.few_bits import Packing, in_packing
+from transmuter.lowering.few_bits import Packing
 from transmuter.lowering.padding import Padded, cut
 from transmuter.lowering.platform import without_warnings
 from transmuter.model import Model, checked_key, returned
 from transmuter.progress import bar_class
-from transmuter.segments import explanation
-from transmuter.segments.cache import CacheInfo, SegmentCache, keeping_all, used_weights
+from transmuter.segments import explanation, identity, records
+from transmuter.segments.cache import (
+    CacheInfo,
+    SegmentCache,
+    keeping_all,
+    keeping_none,
+    keeps_quick_ones,
+    noting_hits,
+    used_weights,
+)
 from transmuter.segments.memory import fits_unpacked, give_back
 from transmuter.segments.moving import moved
 from transmuter.segments.preparation import Weight, evaluate, inverses
@@ -131,6 +139,7 @@ class CompiledModel:
         self._static = {value for value in model.graph.inputs if value.name in static_inputs}
         self._bodies: dict[tuple[ir.Graph, tuple[ir.Value, ...]], _Body] = {}
         self._roots: dict[tuple[tuple[ir.Value, bool], ...], Stage] = {}
+        self._keeps_executables = keeps_executables
         self._keeping = keeping_all if keeps_executables else contextlib.nullcontext
         self._cache = SegmentCache(cache_size, self._static)
         self._plans: dict[Any, _Plan | None] = {}
@@ -395,8 +404,12 @@ class CompiledModel:
             if executable.is_compiled:
                 return
             started = time.perf_counter()
-            with self._keeping(), without_warnings():
-                lower().compile()  # JAX finds it again when the function is called
+            is_recorded = segment.record_key is not None and executable is segment.executable(own_params=True)
+            recipe = segment.recipe() if is_recorded else None
+            with without_warnings(), self._keeping() if recipe is None else keeping_none(), noting_hits() as hits:
+                compiled = lower().compile()  # JAX finds it again when the function is called
+            if recipe is not None and not hits:
+                records.write(segment.record_key, recipe, compiled)
             seconds = time.perf_counter() - started
             segment.compile_seconds += seconds
             executable.is_compiled = True
@@ -499,14 +512,19 @@ class CompiledModel:
             segment = self._cache.find(stage, signature, counts=call.counts)
             if segment is not None:  # another thread has built it meanwhile
                 return segment
-            avals = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x) for x in arguments]
-            params = self.model.shapes["param"] if call.params is None else call.params
+            avals = [jax.tree.map(_aval, x) for x in arguments]
+            given = self.model.shapes["param"] if call.params is None else call.params
+            params = {name: _aval(x) for name, x in given.items()}
+            key = self._record_key(stage, signature, call)
+            record = None if key is None else records.read(key)
             try:
-                with in_packing(self._packing):
-                    segment = Segment(self.model, stage, signature, static, avals, params, self._transform)
+                segment = Segment(
+                    self.model, stage, signature, static, avals, params, self._packing, self._transform, record
+                )
             except Promote as needed:
                 stage.static |= needed.values
                 return None
+            segment.record_key = key if record is None else None
             gone, advice = self._cache.keep(segment, counts=call.counts)
             if gone:
                 self._plans.clear()
@@ -519,6 +537,22 @@ class CompiledModel:
         if advice:
             warnings.warn(advice, RecompileWarning, stacklevel=5)
         return segment
+
+    def _record_key(self, stage: Stage, signature: Signature, call: _Call) -> str | None:
+        """What a segment's record is kept under; None where none is kept. There are records of what runs first, on the
+        model's own params, for a signature that no trace has to find out."""
+        is_first = stage.depth == 0 and not (stage.is_body or stage.host) and stage.static == self._static
+        is_plain = call.weights is None and self._transform is None and not self.model.is_random
+        keeps = self._keeps_executables and keeps_quick_ones()
+        if not (keeps and is_first and is_plain and _is_alone(self.model)) or self._identity is None:
+            return None
+        inputs = [value.name for value in stage.arrays]
+        choices = list(self._wanted), sorted(value.name for value in self._static), self._packing, call.x64
+        return identity.digest(self._identity, identity.of_process(), inputs, signature, choices)
+
+    @functools.cached_property
+    def _identity(self) -> str | None:
+        return identity.of_model(self.model)
 
     def _is_static(self, value: ir.Value, array: Any, stage: Stage) -> bool:
         """Whether the contents of `array` belong to the signature: as the caller wishes, or since they are small and
@@ -676,6 +710,15 @@ def _compute(executable: Executable, weight: Weight, original: Callable[[str], A
     if len(weight.operations) <= _MANY:
         return evaluate(weight.operations, environment, [weight.ref])[0]
     return jax.jit(lambda environment: evaluate(weight.operations, environment, [weight.ref])[0])(environment)
+
+
+def _is_alone(model: Model) -> bool:
+    """Whether a model's segments run where JAX puts things by itself: on its first device."""
+    return model.device is None and jax.config.jax_default_device is None and jax.process_count() == 1
+
+
+def _aval(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _kinds(given: Any) -> Any:

@@ -10,7 +10,7 @@ import jax.extend.core as jex
 from transmuter.lowering.platform import has_kernels
 from transmuter.segments.convolutions import convolutions, depthwise_convolutions
 from transmuter.segments.integers import dynamic_quantization
-from transmuter.segments.preparation import Trace
+from transmuter.segments.preparation import Operation, Trace
 from transmuter.segments.rewriting import Replacement, Rule, View, rewriting, rewritten, within
 from transmuter.segments.strided_products import strided_products
 
@@ -29,11 +29,22 @@ def calling_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
     return rewriting(function, *_RULES) if has_kernels() else function
 
 
+def called_on_weights(view: View) -> Iterator[Replacement]:
+    """A rule: `_called` of weights alone, which are prepared by operations that can be written down (`records`)."""
+    for op in view.trace.operations:
+        if op.equation.primitive.name in _DERIVED and view.weights.issuperset(op.results):
+            yield _body_of(op)
+
+
 def _called(view: View) -> Iterator[Replacement]:
     """A rule: the operations of functions that have a derivative of their own."""
     for op in view.trace.operations:
         if op.equation.primitive.name in _DERIVED:
-            yield Replacement(op.results, jex.jaxpr_as_fun(op.equation.params["call_jaxpr"]), op.operands)
+            yield _body_of(op)
+
+
+def _body_of(op: Operation) -> Replacement:
+    return Replacement(op.results, jex.jaxpr_as_fun(op.equation.params["call_jaxpr"]), op.operands)
 
 
 def _inside(view: View) -> Iterator[Replacement]:

@@ -28,14 +28,16 @@ from transmuter.lowering.evaluation import (
     label,
     operator_name,
 )
+from transmuter.lowering.few_bits import Packing, in_packing
 from transmuter.lowering.padding import Padded
 from transmuter.lowering.platform import compiler_options
 from transmuter.lowering.reasons import break_reason, length_reason
 from transmuter.model import Model
-from transmuter.segments import fusion, preparation
+from transmuter.segments import fusion, preparation, records
 from transmuter.segments.convolutions import packed_kernels
 from transmuter.segments.integers import integer_products
-from transmuter.segments.kernels import with_kernels
+from transmuter.segments.kernels import called_on_weights, with_kernels
+from transmuter.segments.records import Recipe, Record
 from transmuter.segments.rewriting import Rule, rewritten
 from transmuter.segments.rounding import rounded_products
 from transmuter.segments.strided_products import packed_weights
@@ -51,6 +53,7 @@ _RULES: tuple[Rule, ...] = (
     packed_kernels,
     packed_weights,
     integer_products,
+    called_on_weights,
 )
 """How what runs on the model's own params is rewritten, in this order."""
 SMALL = 16
@@ -129,6 +132,7 @@ class Segment:
             and the reason for that.
         cut_tally: How often that was, how long it took, and how many bytes the host read.
         hits: How often the cache was asked for it and had it.
+        record_key: What its record is to be kept under once it is compiled, if it is to be.
         returns_arrays: Whether each requested output is one array, not padded, nor a sequence.
     """
 
@@ -140,11 +144,14 @@ class Segment:
         static: Mapping[ir.Value, np.ndarray],
         avals: Sequence[Any],
         params: Mapping[str, Any],
+        packing: Packing = "auto",
         transform: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        record: Record | None = None,
     ):
         static = {value: array.copy() for value, array in static.items()}  # the caller's own may change
         self.model, self.stage, self.signature, self.static = model, stage, signature, static
         self.tally, self.hits, self.compile_seconds = Tally(), 0, 0.0
+        self.record_key: str | None = None
         self.breaks: list[Break] = []
         self.binds: list[Bind] = []
         self.after: dict[Any, Stage] = {}
@@ -155,23 +162,29 @@ class Segment:
         self.is_nested = not all(isinstance(aval, jax.ShapeDtypeStruct) for aval in avals)
         self._arguments = [v for v in stage.arrays if v not in static]
         self._executables: dict[bool, Executable] = {}
-        self._lock = threading.Lock()
+        self._recorded: Executable | None = None
+        self._flat: preparation.Trace | None = None
+        self._lock = threading.RLock()
+        self._trace = functools.partial(self._traced, avals, params, packing, transform)
         started = time.perf_counter()
-        self._trace(static, avals, params, transform)
+        if record is None:
+            self._trace()
+        else:
+            self._recall(record)
         for needed in self.breaks:
             _forget_frames(needed)
         self.break_tallies = {needed.node: Tally() for needed in self.breaks}
         self.cut_tally = Tally()
         self.trace_seconds = time.perf_counter() - started
 
-    def _trace(
+    def _traced(
         self,
-        static: Mapping[ir.Value, np.ndarray],
         avals: Sequence[Any],
         params: Mapping[str, Any],
+        packing: Packing,
         transform: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
     ) -> None:
-        model, stage = self.model, self.stage
+        model, stage, static = self.model, self.stage, self.static
         structure: list[Any] = []
 
         values = {name: value for value, (_, name) in model.weight_values.items()}
@@ -194,7 +207,8 @@ class Segment:
         key = jax.eval_shape(lambda: jax.random.key(0)) if model.is_random else None
         weights = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in shapes.values()]
         computed = run if transform is None else transform(run)
-        flat = preparation.flatten(jax.make_jaxpr(computed)(weights, list(avals), key))
+        with in_packing(packing):
+            flat = preparation.flatten(jax.make_jaxpr(computed)(weights, list(avals), key))
         self._structure = structure[0]
         self._flat, self._names, self._inputs = flat, dict(zip(flat.inputs, shapes)), flat.inputs[len(shapes) :]
 
@@ -290,23 +304,78 @@ class Segment:
         structure.append(tree)
         return flat
 
+    # -- records
+
+    def recipe(self) -> bytes | None:
+        """What a later process needs, besides the executable, to do without a trace; None where it cannot: there are
+        breaks, or it is not all of a run."""
+        executable = self._executables[True]
+        is_all = not (self.breaks or self.cuts or self.is_nested) and self.returns_arrays
+        if not is_all or set(self.emitted) != set(self.stage.pending_outputs):
+            return None
+        sources = {ref for weight in executable.weights for ref, name in weight.sources if not name}
+        constants = {ref: np.asarray(executable.constants[ref]) for ref in sources}
+        return Recipe(self.nodes, self.emitted, self.is_wide, executable.weights, constants).pickled()
+
+    def _recall(self, record: Record) -> None:
+        """Takes from a record what tracing would tell, and the executable."""
+        recipe = record.recipe
+        self.nodes, self.emitted, self.is_wide = recipe.nodes, recipe.emitted, recipe.is_wide
+        self.reasons, self.past, self.cuts, self.passed, self.after_work = {}, {}, {}, [], []
+        self.returns_arrays = True
+        self._structure = jax.tree.structure(([], [0] * len(recipe.emitted)))
+        self._work = [item for item in self.stage.work if isinstance(item, ir.Node)]
+
+        def load() -> jax.stages.Compiled:
+            started = time.perf_counter()
+            compiled = record.load()
+            self.compile_seconds += time.perf_counter() - started
+            return compiled
+
+        def traced(weights: list[Any]) -> tuple[Executable, list[Any]]:
+            executable = self.executable(own_params=True, recorded=False)
+            values = {weight.key: value for weight, value in zip(recipe.weights, weights, strict=True)}
+            return executable, [values[weight.key] for weight in executable.weights]
+
+        def function(weights: list[Any], arguments: list[Any]) -> list[Any]:
+            executable, weights = traced(weights)
+            return executable.function(weights, arguments)
+
+        def elsewhere(weights: list[Any], arguments: list[Any]) -> list[Any]:
+            executable, weights = traced(weights)
+            return executable.main(weights, arguments)
+
+        main, names = records.Loaded(load, elsewhere), [""] * len(recipe.weights)
+        self._recorded = Executable(recipe.weights, names, [], recipe.constants, function, main, is_compiled=True)
+
+    def _ensure_trace(self) -> preparation.Trace:
+        """The trace, made now if the segment is from a record."""
+        with self._lock:
+            if self._flat is None:
+                self._trace()
+            return self._flat
+
     # -- running
 
-    def executable(self, *, own_params: bool) -> Executable:
-        """The compiled function for the model's own params, which are prepared, or for given ones, which are not."""
+    def executable(self, *, own_params: bool, recorded: bool = True) -> Executable:
+        """The compiled function for the model's own params, which are prepared, or for given ones, which are not.
+
+        Without `recorded`, it is one that runs under JAX's transforms, too.
+        """
+        if own_params and recorded and self._recorded is not None:
+            return self._recorded
         found = self._executables.get(own_params)
         if found is not None:
             return found
         with self._lock:
             if own_params in self._executables:  # another thread has made it meanwhile
                 return self._executables[own_params]
-            flat = rewritten(
-                self._flat, self._names, (rounded_products, *_RULES) if own_params else (rounded_products,)
-            )
+            trace = self._ensure_trace()
+            flat = rewritten(trace, self._names, (rounded_products, *_RULES) if own_params else (rounded_products,))
             cut = preparation.split(flat, self._names, self._inputs, prepare=own_params)
             fast = with_kernels(cut.rest(flat.avals))
             options: dict[str, Any] = dict(compiler_options(op.equation for op in fast.operations))
-            if any(getattr(aval, "dtype", None) in HALVES for aval in self._flat.avals):
+            if any(getattr(aval, "dtype", None) in HALVES for aval in trace.avals):
                 options["xla_allow_excess_precision"] = False
             function = jax.jit(cut.function())
             main = jax.jit(cut.function(fast), compiler_options=options)
@@ -318,7 +387,8 @@ class Segment:
     @property
     def executables(self) -> list[Executable]:
         """Those that there are: for the model's own params, and for given ones."""
-        return list(self._executables.values())
+        recorded = [] if self._recorded is None else [self._recorded]
+        return [*recorded, *self._executables.values()]
 
     @property
     def calls(self) -> int:
@@ -337,6 +407,7 @@ class Segment:
     @functools.cached_property
     def largest(self) -> list[tuple[str, int]]:
         """The nodes with the largest results, and the bytes of these."""
+        self._ensure_trace()
         sizes = [(sum(map(_nbytes, kinds)), describe(node)) for node, kinds in self._results_of.items()]
         return [(name, size) for size, name in sorted(sizes, key=lambda s: -s[0])[:3]]
 
@@ -356,7 +427,7 @@ class Segment:
     @functools.cached_property
     def is_wide(self) -> bool:
         """Whether it computes anything in 64-bit types."""
-        return any(getattr(aval, "dtype", None) in _WIDE for aval in self._flat.avals)
+        return any(getattr(aval, "dtype", None) in _WIDE for aval in self._ensure_trace().avals)
 
     def unpack(self, flat: Sequence[Any]) -> tuple[dict[ir.Value, Any], dict[str, Any]]:
         """The executable's results, as the values that the segment hands on and the requested outputs."""
