@@ -517,11 +517,16 @@ class CompiledModel:
             params = {name: _aval(x) for name, x in given.items()}
             key = self._record_key(stage, signature, call)
             record = None if key is None else records.read(key)
+            if isinstance(record, list):
+                stage.static |= {value for value in stage.arrays if value.name in record}
+                return None
             try:
                 segment = Segment(
                     self.model, stage, signature, static, avals, params, self._packing, self._transform, record
                 )
             except Promote as needed:
+                if key is not None:
+                    records.write_static(key, [value.name for value in needed.values])
                 stage.static |= needed.values
                 return None
             segment.record_key = key if record is None else None
@@ -540,14 +545,14 @@ class CompiledModel:
 
     def _record_key(self, stage: Stage, signature: Signature, call: _Call) -> str | None:
         """What a segment's record is kept under; None where none is kept. There are records of what runs first, on the
-        model's own params, for a signature that no trace has to find out."""
-        is_first = stage.depth == 0 and not (stage.is_body or stage.host) and stage.static == self._static
+        model's own params."""
+        is_first = stage.depth == 0 and not (stage.is_body or stage.host)
         is_plain = call.weights is None and self._transform is None and not self.model.is_random
         keeps = self._keeps_executables and keeps_quick_ones()
         if not (keeps and is_first and is_plain and _is_alone(self.model)) or self._identity is None:
             return None
         inputs = [value.name for value in stage.arrays]
-        choices = list(self._wanted), sorted(value.name for value in self._static), self._packing, call.x64
+        choices = list(self._wanted), sorted(value.name for value in stage.static), self._packing, call.x64
         return identity.digest(self._identity, identity.of_process(), inputs, signature, choices)
 
     @functools.cached_property

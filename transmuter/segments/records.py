@@ -14,7 +14,7 @@ import os
 import pickle
 import secrets
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,21 +89,16 @@ def write(key: str, recipe: bytes, compiled: jax.stages.Compiled) -> None:
         executable = serialize_executable.serialize(compiled)
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
         return
-    content = pickle.dumps((recipe, executable), pickle.HIGHEST_PROTOCOL)
-    file = _file(key)
-    part = file.with_name(f"{file.name}.{secrets.token_hex(4)}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(_DIGEST(content).digest() + content)
-        os.replace(part, file)  # nobody finds half of it
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        warnings.warn(f"The persistent cache cannot keep an executable: {error}", RuntimeWarning, stacklevel=2)
+    _write(key, (recipe, executable))
 
 
-def read(key: str) -> Record | None:
-    """The record of this key, if there is a whole one."""
+def write_static(key: str, names: Iterable[str]) -> None:
+    """Keeps for later processes which inputs tracing found to be static, beyond those that the key has."""
+    _write(key, sorted(names))
+
+
+def read(key: str) -> Record | list[str] | None:
+    """The record of this key, or the names of inputs that are static, too; None if there is no whole one."""
     file = _file(key)
     try:
         content = file.read_bytes()
@@ -115,8 +110,22 @@ def read(key: str) -> Record | None:
     size = _DIGEST().digest_size
     if _DIGEST(content[size:]).digest() != content[:size]:  # cut short, or spoilt: XLA would crash on it
         return None
-    recipe, executable = pickle.loads(content[size:])
-    return Record(pickle.loads(recipe), executable)
+    kept = pickle.loads(content[size:])
+    return kept if isinstance(kept, list) else Record(pickle.loads(kept[0]), kept[1])
+
+
+def _write(key: str, kept: Any) -> None:
+    content = pickle.dumps(kept, pickle.HIGHEST_PROTOCOL)
+    file = _file(key)
+    part = file.with_name(f"{file.name}.{secrets.token_hex(4)}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(_DIGEST(content).digest() + content)
+        os.replace(part, file)  # nobody finds half of it
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        warnings.warn(f"The persistent cache cannot keep an executable: {error}", RuntimeWarning, stacklevel=2)
 
 
 class Loaded:
