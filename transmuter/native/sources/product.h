@@ -21,14 +21,22 @@ constexpr long kBlockRows = kLanes == 16 ? 112 : 96;
 constexpr long kBlockDepth = 384;
 constexpr long kFewPanels = 6;                      // so many do not pay for a copy of the left operand
 constexpr long kCopied = 4 << 20;                   // elements of the right operand that are copied at once, about
+constexpr long kFewBlocks = 7;                      // so many do not pay for a copy of a right operand whose rows are long
+constexpr long kShortRow = 768;                     // rows of a right operand up to which it is read as it lies
 constexpr long kRowsAhead = 12;                     // that are fetched while one is copied
 constexpr long kLine = 16;                          // elements of a cache line
 constexpr long kSlack = 16;                         // elements behind a copy that whole vectors may reach
 
-// Fetches, while a tile is computed, what later ones need: two cache lines for each row of the right operand.
+// Fetches, while a tile is computed, what later ones need: a step further after every so many rows of the right panel.
 struct Ahead {
   const float* at;
-  long step;
+  long step, every;
+  long wait = every;
+  [[gnu::always_inline]] void advance() {
+    --wait;
+    at += wait == 0 ? step : 0;
+    wait = wait == 0 ? every : wait;
+  }
 };
 
 // The left operand of a tile: a copy as [depth, rows of the tile], or, if `row` is not 0, elements that lie side by side in
@@ -38,10 +46,17 @@ struct Left {
   long row;
 };
 
-// result = left * right, or is added to; of `right` a row has `right_step` elements.
+// A right operand: panels of its columns, `panel` elements from one to the next, and `row` from one row to the next.
+struct Right {
+  const float* data;
+  long panel, row;
+};
+
+// result = left * right, or is added to; of `right` a row has `right_step` elements. Of the next right panel, two cache
+// lines are fetched in each step, of the next left block one.
 template <int Rows, int Vectors, bool IsCopied>
 [[gnu::noinline]] void tile(long depth, Left left, const float* __restrict right, long right_step,
-                            float* __restrict result, long result_row, bool adds, Ahead ahead) {
+                            float* __restrict result, long result_row, bool adds, Ahead next_right, Ahead next_left) {
   Vector sums[Rows][Vectors];
 #pragma GCC unroll 16
   for (int i = 0; i < Rows; ++i)
@@ -55,8 +70,9 @@ template <int Rows, int Vectors, bool IsCopied>
 #pragma GCC unroll 16
   for (int i = 0; i < (Rows + 2) / 3; ++i) thirds[i] = left.data + 3 * i * left.row;
   for (long k = 0; k < depth; ++k) {
-    __builtin_prefetch(ahead.at, 0, 2);
-    __builtin_prefetch(ahead.at + kLine, 0, 2);
+    __builtin_prefetch(next_right.at, 0, 2);
+    __builtin_prefetch(next_right.at + kLine, 0, 2);
+    __builtin_prefetch(next_left.at, 0, 2);
     Vector row[Vectors];
 #pragma GCC unroll 4
     for (int j = 0; j < Vectors; ++j) row[j] = load(right + j * kLanes);
@@ -67,7 +83,8 @@ template <int Rows, int Vectors, bool IsCopied>
       for (int j = 0; j < Vectors; ++j) sums[i][j] += element * row[j];
     }
     right += right_step;
-    ahead.at += ahead.step;
+    next_right.advance();
+    next_left.advance();
   }
   if (adds) {
 #pragma GCC unroll 16
@@ -81,7 +98,7 @@ template <int Rows, int Vectors, bool IsCopied>
     for (int j = 0; j < Vectors; ++j) store(result + i * result_row + j * kLanes, sums[i][j]);
 }
 
-using Tile = void (*)(long, Left, const float*, long, float*, long, bool, Ahead);
+using Tile = void (*)(long, Left, const float*, long, float*, long, bool, Ahead, Ahead);
 
 template <int Vectors, bool IsCopied, int... Rows>
 Tile tile_of(long rows, std::integer_sequence<int, Rows...>) {
@@ -97,11 +114,12 @@ inline Tile tile_of(long rows, long columns, bool is_copied) {
 
 // The tile of these rows and up to kTileColumns columns; what lies behind the last column of the result is not touched.
 inline void compute(long rows, long columns, long depth, Left left, const float* right, long right_step, float* result,
-                    long result_row, bool adds, Ahead ahead) {
+                    long result_row, bool adds, Ahead next_right, Ahead next_left) {
   const Tile run = tile_of(rows, columns, left.row == 0);
-  if (columns % kLanes == 0) return run(depth, left, right, right_step, result, result_row, adds, ahead);
+  if (columns % kLanes == 0)
+    return run(depth, left, right, right_step, result, result_row, adds, next_right, next_left);
   float part[kTileRows * kTileColumns];
-  run(depth, left, right, right_step, part, kTileColumns, false, ahead);
+  run(depth, left, right, right_step, part, kTileColumns, false, next_right, next_left);
   for (long i = 0; i < rows; ++i)
     for (long j = 0; j < columns; ++j) {
       const float sum = part[i * kTileColumns + j];
@@ -238,47 +256,71 @@ inline Place place(const Product& p, long index) {
   return at;
 }
 
+// Of the left operand's next block, which begins at `next`, what one of all tiles fetches: a row of it, or, where the rows
+// lie side by side, a cache line of some of what follows them.
+inline Ahead left_ahead(const Product& p, const float* next, long rows, long depth, long panel, long panels, long tile,
+                        long tiles) {
+  const long index = panel * tiles + tile;
+  if (p.left_depth == 1 && index < rows) return {next + index * p.left_row, kLine, kLine};
+  if (p.left_row == 1) return {next + tile * kLine + panel * (depth / panels) * p.left_depth, p.left_depth, panels};
+  return {next, 0, 1};
+}
+
 // Some rows of the result and some of its panels, the first of which is at `right`.
-inline void block(const Product& p, const Place& at, const float* right, long row, long rows, long panel, long panels,
+inline void block(const Product& p, const Place& at, const Right& right, long row, long rows, long panel, long panels,
                   const Tasks& tasks) {
   const Cut tiles{rows, ceiling(rows, kTileRows)};
   const Cut depths{p.depth, ceiling(p.depth, kBlockDepth)};
-  const long panel_step = p.depth * kPanel;
   // rows that lie a power of two apart would push each other out of the cache
   const bool is_copied = p.left_depth != 1 || panels > kFewPanels || p.left_row % 1024 == 0;
   float* copied =
       is_copied ? static_cast<float*>(tasks.scratch(0, (rows * depths.size(0) + kSlack) * sizeof(float))) : nullptr;
+  const long following = row + tasks.threads * rows;  // the block that this thread has next, about
   for (long d = 0; d < depths.parts; ++d) {
     const long start = depths.start(d), depth = depths.size(d);
+    const bool is_last = d + 1 == depths.parts;
     const float* left = at.left + row * p.left_row + start * p.left_depth;
+    const float* next_left = is_last ? at.left + following * p.left_row : left + depth * p.left_depth;
     if (is_copied) copy_left(left, p.left_row, p.left_depth, tiles, depth, copied);
     for (long j = 0; j < panels; ++j) {
-      const float* from = right + j * panel_step + start * kPanel;
+      const float* from = right.data + j * right.panel + start * right.row;
+      const float* next = j + 1 < panels ? from + right.panel : right.data + (is_last ? 0 : (start + depth) * right.row);
       const long end = std::min((panel + j + 1) * kPanel, p.columns);
       for (long column = (panel + j) * kPanel, inner = 0; column < end; column += kTileColumns, inner += kTileColumns)
         for (long t = 0; t < tiles.parts; ++t) {
           const long first = tiles.start(t);
-          compute(tiles.size(t), std::min<long>(kTileColumns, end - column), depth,
-                  is_copied ? Left{copied + first * depth, 0} : Left{left + first * p.left_row, p.left_row},
-                  from + inner, kPanel, at.result + (row + first) * p.result_row + column, p.result_row, d > 0,
-                  Ahead{from + panel_step + t * (depth * kPanel / tiles.parts), kPanel / tiles.parts});
+          const Left of_tile = is_copied ? Left{copied + first * depth, 0} : Left{left + first * p.left_row, p.left_row};
+          compute(tiles.size(t), std::min<long>(kTileColumns, end - column), depth, of_tile, from + inner, right.row,
+                  at.result + (row + first) * p.result_row + column, p.result_row, d > 0,
+                  Ahead{next + t * (depth / tiles.parts) * right.row, right.row, tiles.parts},
+                  is_last && following >= p.rows ? Ahead{left, 0, 1}
+                                                 : left_ahead(p, next_left, rows, depth, j, panels, t, tiles.parts));
         }
     }
   }
 }
 
-// The panels of one product from one number to another, on all threads.
-inline void some_panels(const Product& p, const Place& at, const float* right, long panel, long panels,
+// The panels of one product from one number to another, on all threads, each of which has as many blocks of rows.
+inline void some_panels(const Product& p, const Place& at, const Right& right, long panel, long panels,
                         const Tasks& tasks) {
   const long share = std::max<long>(kTileRows, ceiling(p.rows, tasks.threads));
-  const Cut blocks{p.rows, ceiling(p.rows, std::min(kBlockRows, share))};
+  const long fewest = ceiling(p.rows, std::min(kBlockRows, share));
+  const Cut blocks{p.rows, fewest < tasks.threads ? fewest : ceiling(fewest, tasks.threads) * tasks.threads};
   const Cut groups{panels, std::min(panels, blocks.parts >= tasks.threads ? 1 : ceiling(tasks.threads, blocks.parts))};
   auto body = [&](long i) {
     const long b = i / groups.parts, g = i % groups.parts;
-    block(p, at, right + groups.start(g) * p.depth * kPanel, blocks.start(b), blocks.size(b), panel + groups.start(g),
-          groups.size(g), tasks);
+    const Right first{right.data + groups.start(g) * right.panel, right.panel, right.row};
+    block(p, at, first, blocks.start(b), blocks.size(b), panel + groups.start(g), groups.size(g), tasks);
   };
   run_all(tasks, blocks.parts * groups.parts, body);
+}
+
+// Whether the right operand is read as it lies, because a copy would not pay: its rows are not far apart, or there are few
+// blocks that read it. Then its panels come from the L2 cache, not from L1, which is fast enough for wide vectors alone.
+// Nothing behind the last column may be read, and rows a power of two apart would push each other out of the cache.
+inline bool is_read_in_place(const Product& p) {
+  return kLanes == 16 && p.right_column == 1 && p.columns % kLanes == 0 && p.rows >= 2 * kBlockRows &&
+         p.right_depth % 1024 != 0 && (p.right_depth <= kShortRow || p.rows < kFewBlocks * kBlockRows);
 }
 
 // One product, on all threads, with a copy of the right operand, as much of it at once as kCopied allows.
@@ -296,7 +338,7 @@ inline void copying(const Product& p, const Place& at, const Tasks& tasks) {
                   std::min(parts.size(i) * kPanel, columns - column), p.depth, copied + column * p.depth, panel_size);
     };
     run_all(tasks, parts.parts, copy);
-    some_panels(p, at, copied, turns.start(turn), turns.size(turn), tasks);
+    some_panels(p, at, Right{copied, panel_size, kPanel}, turns.start(turn), turns.size(turn), tasks);
   }
 }
 
@@ -311,8 +353,11 @@ inline void product(const Product& p, const Tasks& tasks) {
   }
   auto multiply = [&](long s, const Tasks& threads) {
     const Place at = place(p, s);
+    const long panels = ceiling(p.columns, kPanel);
     if (p.is_packed)
-      some_panels(p, at, at.right, 0, ceiling(p.columns, kPanel), threads);
+      some_panels(p, at, Right{at.right, p.depth * kPanel, kPanel}, 0, panels, threads);
+    else if (is_read_in_place(p))
+      some_panels(p, at, Right{at.right, kPanel, p.right_depth}, 0, panels, threads);
     else
       copying(p, at, threads);
   };
