@@ -14,9 +14,11 @@ import numpy as np
 from transmuter.model import Model
 
 _CGROUP = Path("/sys/fs/cgroup")
-_KEEPING = ((-2, 256 << 20), (-1, 2**31 - 1), (-3, 32 << 20))
-"""Options of glibc's mallopt (M_TOP_PAD, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD), with the bytes that they are set to."""
-_SETTINGS = ("GLIBC_TUNABLES", "MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+_KEEPING = ((-2, 256 << 20), (-1, 2**31 - 1), (-4, 0))
+"""Options of glibc's mallopt, with what they are set to: M_TOP_PAD and M_TRIM_THRESHOLD in bytes; and M_MMAP_MAX, since
+what has a mapping of its own is never kept, and M_MMAP_THRESHOLD leaves no array of more than 32 MiB without one."""
+_OPTIONS = ("TOP_PAD", "TRIM_THRESHOLD", "MMAP_THRESHOLD", "MMAP_MAX")
+_SETTINGS = ("GLIBC_TUNABLES", *(f"MALLOC_{name}_" for name in _OPTIONS))
 
 
 def fits_unpacked(model: Model) -> bool:
