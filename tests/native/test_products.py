@@ -191,6 +191,10 @@ def matrices(is_packed: bool, columns: int) -> Form:
         (1, 2049, 1),
         (3, 4100, 1050),  # a right operand that is copied in turns
         (700, 1, 65),
+        (330, 390, 48),  # a right operand that is read as it lies: its rows are short,
+        (225, 20, 1040),  # or few blocks read it
+        (790, 20, 784),  # many blocks, long rows: copied
+        (230, 3, 1024),  # rows that lie a power of two apart
     ],
 )
 def test_large_matrices(is_packed: bool, rows: int, depth: int, columns: int) -> None:
@@ -199,6 +203,15 @@ def test_large_matrices(is_packed: bool, rows: int, depth: int, columns: int) ->
     left, right = case.operands()
     given = packed(jnp.asarray(right)) if is_packed else right
     for actual in by_each_variant(partial(product, form=form), left, given):
+        case.assert_close(actual, left, right)
+
+
+@pytest.mark.parametrize(("rows", "depth", "columns"), [(240, 800, 48), (384, 50, 784), (1000, 390, 32), (226, 17, 33)])
+def test_gradients_of_weights(rows: int, depth: int, columns: int) -> None:
+    """What is summed over are the rows of both operands."""
+    case = Case((), (rows,), (depth,), (columns,), Form((1, 0), (0, 1), (0, 1), 0, 1))
+    left, right = case.operands()
+    for actual in by_each_variant(partial(product, form=case.form), left, right):
         case.assert_close(actual, left, right)
 
 
@@ -237,7 +250,9 @@ def test_an_array_by_itself(right: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize(("rows", "depth", "columns"), [(17, 9, 33), (33, 400, 17), (130, 40, 250), (5, 1024, 31)])
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns"), [(17, 9, 33), (33, 400, 17), (130, 40, 250), (5, 1024, 31), (240, 390, 48)]
+)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_stays_in_its_row_and_column(
     is_packed: bool, rows: int, depth: int, columns: int, value: float
