@@ -5,6 +5,7 @@ up to rounding. Only what Transmuter compiles itself takes the first; where a us
 and where the library is not there, the pure one is.
 """
 
+from transmuter.native.attention import Heads, attention
 from transmuter.native.convolutions import Convolution, convolution, packed_kernel
 from transmuter.native.library import available, variant
 from transmuter.native.products import Form, fits, packed, packed_shape, product, steps_of, unpacked
@@ -13,6 +14,8 @@ from transmuter.native.pure import pure
 __all__ = [
     "Convolution",
     "Form",
+    "Heads",
+    "attention",
     "available",
     "convolution",
     "fits",

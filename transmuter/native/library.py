@@ -15,7 +15,13 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-TARGETS = ("transmuter_convolution", "transmuter_integer_product", "transmuter_product", "transmuter_quantization")
+TARGETS = (
+    "transmuter_attention",
+    "transmuter_convolution",
+    "transmuter_integer_product",
+    "transmuter_product",
+    "transmuter_quantization",
+)
 """The functions that XLA calls, by the names that both the library and `jax.ffi.ffi_call` know them by."""
 _FILE = Path(__file__).with_name("kernels.so")
 _loading = threading.Lock()

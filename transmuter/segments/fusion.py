@@ -36,14 +36,14 @@ def scaled_operands(view: View) -> Iterator[Replacement]:
     of the time of attention, in MiniLM for 8x128 tokens.
     """
     for op in view.trace.operations:
-        for product, number in _scales(view, op):
+        for product, number in scales(view, op):
             sizes = [math.prod(view.aval(operand).shape) for operand in product.operands]
             if min(sizes) < math.prod(view.aval(product.results[0]).shape):
                 function = _product_scaled(product, op, smaller=sizes.index(min(sizes)))
                 yield Replacement(op.results, function, [*product.operands, number])
 
 
-def _scales(view: View, op: Operation) -> Iterator[tuple[Operation, Operand]]:
+def scales(view: View, op: Operation) -> Iterator[tuple[Operation, Operand]]:
     """The product and the number, if this operation scales one by the other."""
     orders = {"mul": [op.operands, op.operands[::-1]], "div": [op.operands]}
     for scaled, number in orders.get(op.equation.primitive.name, ()):
@@ -89,11 +89,11 @@ def late_normalization(view: View) -> Iterator[Replacement]:
         (contracted, _), (batch, _) = op.equation.params["dimension_numbers"]
         mixes = contracted == (len(shape) - 1,) and batch == tuple(range(len(batch)))
         shrinks = math.prod(view.aval(op.results[0]).shape) < math.prod(shape)
-        if softmax is not None and _is_softmax(softmax) and view.sole_user(shares) is op and mixes and shrinks:
+        if softmax is not None and is_softmax(softmax) and view.sole_user(shares) is op and mixes and shrinks:
             yield Replacement(op.results, _mixture(softmax, op), [*softmax.operands, values])
 
 
-def _is_softmax(op: Operation) -> bool:
+def is_softmax(op: Operation) -> bool:
     """Whether it is the softmax along the last axis."""
     equations = op.equation.params["call_jaxpr"].eqns
     names = [equation.primitive.name for equation in equations]

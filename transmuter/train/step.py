@@ -19,6 +19,7 @@ from transmuter.errors import GraphBreakError, InputError
 from transmuter.lowering.platform import training_options, without_warnings
 from transmuter.model import Model
 from transmuter.partition import Choice, Partition
+from transmuter.segments.attention import attending
 from transmuter.segments.cache import use_persistent_cache
 from transmuter.segments.executor import CompiledModel
 from transmuter.segments.kernels import calling_kernels
@@ -126,7 +127,9 @@ class Step:
         self._wanted = [*model.outputs, *self.statistics.values()]
         jit = partial(jax.jit, compiler_options=training_options()) if remat is None else jit_in_turn
         # XLA does not split a kernel of ours among devices
-        update = calling_kernels(self._update) if mesh is None or mesh.size == 1 else self._update
+        is_alone = mesh is None or mesh.size == 1
+        update = calling_kernels(self._update) if is_alone else self._update
+        self._attends = is_alone and compute_type is None
         self._whole = jit(update, donate_argnums=0)
         self._signatures: set[Any] = set()
         self._apply_gradients = jax.jit(self._updated, donate_argnums=0)
@@ -211,6 +214,8 @@ class Step:
             return self.model.apply(params, inputs, buffers=buffers, key=key, outputs=self._wanted)
 
         key = key if self.model.is_random else None
+        # before it is differentiated: the gradients of the kernel are a kernel
+        forward = attending(forward) if self._attends else forward
         forward = forward if self._transform is None else self._transform(forward)
         return forward(params, buffers, inputs_of(self.model, batch), key)
 

@@ -1,5 +1,6 @@
 // What XLA calls: decodes a call's buffers and attributes, and runs the kernel of the processor's instruction set.
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
@@ -164,6 +165,31 @@ ffi::Error convolution(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> first, ffi::B
   return run_kernel(pool, &Kernels::convolution, c);
 }
 
+// The steps of the operands and results follow each other, four for each, in the order of the arguments: query, key and
+// value, what the output gets of gradients if theirs are wanted, and the bias if there is any; then the results.
+ffi::Error attention(ffi::ThreadPool pool, ffi::RemainingArgs arguments, ffi::RemainingRets results, Strides sizes,
+                     Strides steps, double scale) {
+  Attention a{};
+  a.batch = sizes[0], a.heads = sizes[1], a.queries = sizes[2], a.keys = sizes[3], a.depth = sizes[4];
+  a.width = sizes[5], a.scale = static_cast<float>(scale);
+  const bool is_gradient = results.size() == 3;
+  Strided* const given[] = {&a.query, &a.key, &a.value, is_gradient ? &a.output : &a.bias, &a.bias};
+  Strided* const made[] = {is_gradient ? &a.query_gradient : &a.output, &a.key_gradient, &a.value_gradient};
+  const size_t count = arguments.size();
+  if (count > 5 || results.size() > 3 || steps.size() != 4 * (count + results.size()) || sizes.size() != 6)
+    return ffi::Error::InvalidArgument("attention has other operands");
+  if (std::count(sizes.begin(), sizes.end(), 0) > 0) return ffi::Error::InvalidArgument("attention has no size of 0");
+  for (size_t i = 0; i < count + results.size(); ++i) {
+    Strided& strided = *(i < count ? given[i] : made[i - count]);
+    if (i < count)
+      strided.data = static_cast<float*>(arguments.get<ffi::AnyBuffer>(i)->untyped_data());
+    else
+      strided.data = static_cast<float*>((*results.get<ffi::AnyBuffer>(i - count))->untyped_data());
+    for (int d = 0; d < 4; ++d) strided.step[d] = steps[4 * i + d];
+  }
+  return run_kernel(pool, is_gradient ? &Kernels::attention_gradients : &Kernels::attention, a);
+}
+
 }  // namespace
 }  // namespace transmuter
 
@@ -179,6 +205,14 @@ extern "C" int transmuter_choose(const char* name) {
   return kernels != nullptr;
 }
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(transmuter_attention, transmuter::attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<ffi::Span<const int64_t>>("sizes")
+                                  .Attr<ffi::Span<const int64_t>>("steps")
+                                  .Attr<double>("scale"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(transmuter_product, transmuter::product,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()

@@ -70,12 +70,29 @@ struct Convolution {
   bool is_packed;
 };
 
+// An array of [batch, heads, rows, elements], by strides in elements.
+struct Strided {
+  float* data;
+  long step[4];
+};
+
+// output = softmax(scale * query * key^T + bias) * value for each head; or, where `output` has what it gets of gradients,
+// those that the query, the key and the value get. No size is 0. Of the bias, which may be none, steps may be 0.
+struct Attention {
+  long batch, heads, queries, keys, depth, width;
+  float scale;
+  Strided query, key, value, bias, output;
+  Strided query_gradient, key_gradient, value_gradient;
+};
+
 struct Kernels {
   const char* name;
   void (*product)(const Product& product, const Tasks& tasks);
   void (*integer_product)(const IntegerProduct& product, const Tasks& tasks);
   void (*quantization)(const Quantization& quantization, const Tasks& tasks);
   void (*convolution)(const Convolution& convolution, const Tasks& tasks);
+  void (*attention)(const Attention& attention, const Tasks& tasks);
+  void (*attention_gradients)(const Attention& attention, const Tasks& tasks);
 };
 
 extern "C" const Kernels kKernelsAvx512Vnni;

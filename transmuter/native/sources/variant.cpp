@@ -1,5 +1,6 @@
 // The kernels for one instruction set, which the compiler's options say.
 
+#include "attention.h"
 #include "convolution.h"
 #include "integer_product.h"
 #include "product.h"
@@ -18,6 +19,8 @@
 
 namespace transmuter {
 
-extern "C" const Kernels TRANSMUTER_KERNELS = {TRANSMUTER_NAME, product, integer_product, quantization, convolution};
+extern "C" const Kernels TRANSMUTER_KERNELS = {
+    TRANSMUTER_NAME, product,   integer_product,    quantization,
+    convolution,     attention, attention_gradients};
 
 }  // namespace transmuter
