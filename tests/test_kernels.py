@@ -29,7 +29,7 @@ from transmuter.segments.kernels import calling_kernels
 from transmuter.train import losses
 
 pytestmark = needs_kernels
-PRODUCT, CONVOLUTION = "transmuter_product", "transmuter_convolution"
+PRODUCT, CONVOLUTION, ATTENTION = "transmuter_product", "transmuter_convolution", "transmuter_attention"
 
 
 def draw(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
@@ -644,19 +644,25 @@ def trained(kind: str, steps: int = 3, **options: Any) -> tuple[Any, Counter[str
     [
         ("convolutions", {}),
         ("convolutions", {"accumulate": 2}),
+        ("attention", {}),
+        ("attention", {"accumulate": 2}),
         ("attention", {"remat": "nothing_saveable"}),
         ("attention", {"accumulate": 2, "remat": "dots_saveable"}),
     ],
 )
 def test_steps_are_those_without_kernels(kind, options):
     actual, called = trained(kind, **options)
-    assert called[CONVOLUTION if kind == "convolutions" else PRODUCT] >= 6
+    if kind == "convolutions":
+        assert called[CONVOLUTION] >= 6
+    else:  # forwards, again forwards if values are not kept, and backwards
+        assert called[PRODUCT] >= 5
+        assert called[ATTENTION] == (3 if "remat" in options else 2)
     assert_same(actual, without_kernels(lambda: trained(kind, **options)[0]))
 
 
 def test_steps_in_bfloat16_leave_products_to_xla():
     actual, called = trained("attention", compute_type="bfloat16")
-    assert not called[PRODUCT]
+    assert not called[PRODUCT] + called[ATTENTION]
     assert_same(actual, without_kernels(lambda: trained("attention", compute_type="bfloat16")[0]), 1e-3)
 
 

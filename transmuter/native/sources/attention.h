@@ -10,7 +10,9 @@
 namespace transmuter {
 namespace {
 
-constexpr long kQueries = 2 * kTileRows;  // whose scores are there at once
+constexpr long kQueries = 4 * kTileRows;  // whose scores are there at once, at most
+constexpr long kFewQueries = kTileRows;   // whose scores are there at once, at least
+constexpr long kScores = 1 << 16;         // that are there at once, if that are enough queries
 // The coefficients of a polynomial for 2^x - 1, where x is no further from 0 than 0.5; it is off by 9.2e-8 of 2^x at most.
 constexpr float kPowers[] = {6.9314697760e-01f, 2.4022242084e-01f, 5.5507337437e-02f, 9.6715127104e-03f, 1.3264727262e-03f};
 constexpr long kMostShared = 4;           // rows times threads that one head is cut into, at most, by its queries
@@ -82,10 +84,10 @@ struct Bias {
   }
 };
 
-// Makes exp(x - the largest x) of a row's scores, where x is scale * score + bias, and, if it is bounded, a finite number
-// instead of -inf. Returns the sum. Whole vectors are written, with zeros behind the last.
+// Makes scale * score + bias of a row's scores, and, if they are bounded, a finite number of -inf. Returns the largest. Whole
+// vectors are written, with -inf behind the last score.
 template <bool HasBias, bool IsBounded>
-inline float powers(float* row, long count, float scale, Bias bias) {
+[[gnu::always_inline]] inline float finish(float* row, long count, float scale, Bias bias) {
   const Vector nothing = Vector{} - std::numeric_limits<float>::infinity();
   const Vector bound = Vector{} - std::numeric_limits<float>::max();
   Vector largest = nothing;
@@ -98,28 +100,43 @@ inline float powers(float* row, long count, float scale, Bias bias) {
     store(row + j, x);
     largest = larger(x, largest);
   }
-  const Vector top = Vector{} + largest_of(largest);
+  return largest_of(largest);
+}
+
+[[gnu::always_inline]] inline Vector power(Vector x, float largest) {
+  return power_of_two((x - largest) * 1.44269504088896341f);
+}
+
+// Makes powers of a row's scores, from 0 to 1, and returns their sum.
+template <bool HasBias>
+float powers(float* row, long count, float scale, Bias bias) {
+  const float largest = finish<HasBias, false>(row, count, scale, bias);
   Vector sum{};
   for (long j = 0; j < count; j += kLanes) {
-    const Vector power = power_of_two((load(row + j) - top) * 1.44269504088896341f);
-    store(row + j, power);
-    sum += power;
+    const Vector made = power(load(row + j), largest);
+    store(row + j, made);
+    sum += made;
   }
   return sum_of(sum);
 }
 
-// Makes what scores get of gradients, in the place of those that the shares get, and shares of the powers.
-inline void through_softmax(float* shares, float* gradients, long count, float total, float scale) {
-  const float share = 1.0f / total;
-  Vector sums{};
+// Makes shares of a row's scores, and, of the gradients that the shares get, those that the products get.
+template <bool HasBias>
+void through_softmax(float* row, float* gradients, long count, float scale, Bias bias) {
+  const float largest = finish<HasBias, true>(row, count, scale, bias);
+  Vector sum{}, weighted{};
   for (long j = 0; j < count; j += kLanes) {
-    const Vector p = load(shares + j) * share;
-    store(shares + j, p);
-    sums += p * load(gradients + j);
+    const Vector made = power(load(row + j), largest);
+    store(row + j, made);
+    sum += made;
+    weighted += made * load(gradients + j);
   }
-  const float mean = sum_of(sums);
-  for (long j = 0; j < count; j += kLanes)
-    store(gradients + j, load(shares + j) * ((load(gradients + j) - mean) * scale));
+  const float share = 1.0f / sum_of(sum), mean = sum_of(weighted) * share;
+  for (long j = 0; j < count; j += kLanes) {
+    const Vector made = load(row + j) * share;
+    store(row + j, made);
+    store(gradients + j, made * ((load(gradients + j) - mean) * scale));
+  }
 }
 
 // The left operand of a product: rows that far apart, or copied by copy_left (0).
@@ -200,12 +217,13 @@ struct Extents {
   long keys_whole, depth_whole, width_whole, row;  // the same in whole panels; from one row of scores to the next
 
   explicit Extents(const Attention& a)
-      : queries(std::min(a.queries, kQueries)), keys(a.keys), depth(a.depth), width(a.width) {
+      : keys(a.keys), depth(a.depth), width(a.width) {
     keys_whole = ceiling(keys, kPanel) * kPanel;
     depth_whole = ceiling(depth, kPanel) * kPanel;
     width_whole = ceiling(width, kPanel) * kPanel;
     // rows that lie a power of two apart would push each other out of the cache
     row = keys_whole + (keys_whole % 256 == 0 ? kLine : 0);
+    queries = std::min(a.queries, std::min(kQueries, std::max(kFewQueries, kScores / row)));
   }
 };
 
@@ -228,14 +246,10 @@ class Parts {
   float* next_;
 };
 
-template <bool HasBias, bool IsBounded>
-inline float powers_of(const Attention& a, long b, long h, long query, float* row) {
-  Bias bias{nullptr, 0};
-  if (HasBias) {
-    const Matrix m = head(a.bias, b, h);
-    bias = {m.data + query * m.row, m.element};
-  }
-  return powers<HasBias, IsBounded>(row, a.keys, a.scale, bias);
+inline Bias bias_of(const Attention& a, long b, long h, long query) {
+  if (a.bias.data == nullptr) return {nullptr, 0};
+  const Matrix m = head(a.bias, b, h);
+  return {m.data + query * m.row, m.element};
 }
 
 // Some queries of one head.
@@ -249,7 +263,7 @@ void attend(const Attention& a, long b, long h, long query, long queries, const 
         *scores = parts.next(sizes[3]), *mixed = parts.next(sizes[4]);
   const Panels keys = copied_transposed(head(a.key, b, h), n.keys, n.depth, keys_copy);
   const Panels values = copied(head(a.value, b, h), n.keys, n.width, values_copy);
-  const Cut blocks{queries, ceiling(queries, kQueries)};
+  const Cut blocks{queries, ceiling(queries, n.queries)};
   for (long i = 0; i < blocks.parts; ++i) {
     const long first = query + blocks.start(i), rows = blocks.size(i);
     const Cut tiles{rows, ceiling(rows, kTileRows)};
@@ -257,7 +271,7 @@ void attend(const Attention& a, long b, long h, long query, long queries, const 
     multiply(tiles, n.keys, n.depth, left, keys, scores, n.row, false);
     float totals[kQueries];
     for (long r = 0; r < rows; ++r)
-      totals[r] = powers_of<HasBias, false>(a, b, h, first + r, scores + r * n.row);
+      totals[r] = powers<HasBias>(scores + r * n.row, n.keys, a.scale, bias_of(a, b, h, first + r));
     multiply(tiles, n.width, n.keys, {scores, n.row}, values, mixed, n.width_whole, false);
     const Matrix output = head(a.output, b, h).from(first);
     for (long r = 0; r < rows; ++r)
@@ -282,18 +296,15 @@ void differentiate(const Attention& a, long b, long h, const Tasks& tasks) {
   const Panels values = copied_transposed(head(a.value, b, h), n.keys, n.width, values_copy);
   const Panels rows_of_keys = copied(head(a.key, b, h), n.keys, n.depth, keys_as_they_are);
   const Cut depths{n.depth, ceiling(n.depth, kTileRows)}, widths{n.width, ceiling(n.width, kTileRows)};
-  const Cut blocks{a.queries, ceiling(a.queries, kQueries)};
+  const Cut blocks{a.queries, ceiling(a.queries, n.queries)};
   for (long i = 0; i < blocks.parts; ++i) {
     const long first = blocks.start(i), rows = blocks.size(i);
     const Cut tiles{rows, ceiling(rows, kTileRows)};
     const Matrix query = head(a.query, b, h).from(first), output = head(a.output, b, h).from(first);
     multiply(tiles, n.keys, n.depth, rows_of(query, tiles, n.depth, queries_copy), keys, shares, n.row, false);
     multiply(tiles, n.keys, n.width, rows_of(output, tiles, n.width, outputs_copy), values, scores, n.row, false);
-    for (long r = 0; r < rows; ++r) {
-      float *row = shares + r * n.row, *gradients = scores + r * n.row;
-      const float total = powers_of<HasBias, true>(a, b, h, first + r, row);
-      through_softmax(row, gradients, n.keys, total, a.scale);
-    }
+    for (long r = 0; r < rows; ++r)
+      through_softmax<HasBias>(shares + r * n.row, scores + r * n.row, n.keys, a.scale, bias_of(a, b, h, first + r));
     copy_left(output.data, output.element, output.row, widths, rows, outputs_copy);
     multiply(widths, n.keys, rows, {outputs_copy, 0}, {shares, n.row, kPanel}, of_values, n.keys_whole, i > 0);
     copy_left(query.data, query.element, query.row, depths, rows, queries_copy);
