@@ -162,7 +162,77 @@ def attention(heads: int, size: int, **shapes: int) -> onnx.ModelProto:
 
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 50), (3, 130)])
 def test_attention(batch, tokens):
-    assert checked(attention(3, 20), {"x": draw(batch, tokens, 60)}) == {PRODUCT: 4}
+    assert checked(attention(3, 20), {"x": draw(batch, tokens, 60)}) == {PRODUCT: 2, ATTENTION: 1}
+
+
+SOFTMAX = node("Softmax", "s", "p", axis=-1)
+MIXED = node("MatMul", "p v")
+
+
+def attends(*nodes: onnx.NodeProto, stack: tuple[int, ...] = (2, 3), bias: tuple[int, ...] = (), **more: Any) -> bool:
+    """Whether nodes, from q, kt, v, and a bias on, call the kernel for attention; it checks what they compute."""
+    shapes = {"q": (*stack, 40, 16), "kt": (*stack, 16, 50), "v": (*stack, 50, 24)} | ({"bias": bias} if bias else {})
+    feeds = {name: draw(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+    weights = {"c": np.float32(4), "halves": draw(1, 16), "drop": np.float32(0.1)}
+    return checked(proto(list(nodes), shapes, weights, **more), feeds)[ATTENTION] == 1
+
+
+@pytest.mark.parametrize("stack", [(2, 3), (5,)])
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [node("MatMul", "q kt", "s")],
+        [node("MatMul", "q kt", "r"), node("Div", "r c", "s")],
+        [node("MatMul", "q kt", "r"), node("Mul", "c r", "s")],
+        [node("Div", "q c", "r"), node("Mul", "r halves", "t"), node("MatMul", "t kt", "s")],
+    ],
+)
+def test_attention_however_it_is_scaled(nodes, stack):
+    assert attends(*nodes, SOFTMAX, MIXED, stack=stack)
+
+
+@pytest.mark.parametrize(
+    "bias", [(2, 1, 1, 50), (1, 3, 40, 50), (2, 3, 40, 50), (2, 1, 40, 1), (40, 50), (50,), (3, 1, 1), (1,)]
+)
+def test_attention_with_a_bias(bias):
+    scaled = [node("MatMul", "q kt", "r"), node("Div", "r c", "t")]
+    assert attends(*scaled, node("Add", "t bias", "s"), SOFTMAX, MIXED, bias=bias)
+    assert attends(node("MatMul", "q kt", "t"), node("Add", "bias t", "s"), SOFTMAX, MIXED, bias=bias)
+
+
+@pytest.mark.parametrize("outputs", [("y", "s"), ("y", "p"), ("y", "r")])
+def test_scores_that_are_needed_elsewhere_stay(outputs):
+    nodes = [node("MatMul", "q kt", "r"), node("Div", "r c", "s"), SOFTMAX, MIXED]
+    assert not attends(*nodes, outputs=outputs)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [node("MatMul", "q kt", "s"), node("Softmax", "s", "p", axis=-2), MIXED],
+        [node("MatMul", "q kt", "s"), SOFTMAX, node("Mul", "p c", "t"), node("MatMul", "t v")],
+        [node("MatMul", "q kt", "r"), node("Tanh", "r", "s"), SOFTMAX, MIXED],
+        [node("MatMul", "q kt", "r"), node("Add", "r r", "s"), SOFTMAX, MIXED],
+        [node("MatMul", "q kt", "r"), node("Sub", "c r", "s"), SOFTMAX, MIXED],
+        [node("MatMul", "q kt", "r"), node("Div", "c r", "s"), SOFTMAX, MIXED],
+    ],
+)
+def test_what_is_no_attention_stays(nodes):
+    assert not attends(*nodes)
+
+
+@pytest.mark.parametrize("stack", [(), (0, 3), (1, 2, 3)])
+def test_stacks_that_the_kernel_does_not_know_stay(stack):
+    assert not attends(node("MatMul", "q kt", "s"), SOFTMAX, MIXED, stack=stack)
+
+
+def test_attention_of_few_queries_and_of_other_types_stays():
+    nodes = [node("MatMul", "q kt", "s"), SOFTMAX, MIXED]
+    few = {"q": (1, 3, 1, 16), "kt": (1, 3, 16, 300), "v": (1, 3, 300, 16)}
+    assert not checked(proto(nodes, few), {name: draw(*shape) for name, shape in few.items()})[ATTENTION]
+    wide = {"q": (1, 3, 40, 16), "kt": (1, 3, 16, 300), "v": (1, 3, 300, 16)}
+    model = proto(nodes, wide, element=TensorProto.DOUBLE)
+    assert not checked(model, {name: draw(*shape, dtype=np.float64) for name, shape in wide.items()})[ATTENTION]
 
 
 def test_an_array_by_its_transpose():

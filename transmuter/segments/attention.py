@@ -34,11 +34,13 @@ class _Scores:
 
 def attending(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that computes the same by the kernel for attention. Its gradients are such a kernel, too."""
-    return rewriting(function, attention) if has_kernels() else function
+    return rewriting(function, attention)
 
 
 def attention(view: View) -> Iterator[Replacement]:
     """A rule: values mixed by the softmax of products of queries and keys are computed without these in memory."""
+    if not has_kernels():
+        return
     for op in view.trace.operations:
         softmax = view.producer(op.operands[0], "custom_jvp_call") if _is_stack(view, op) else None
         if softmax is None or not is_softmax(softmax) or view.sole_user(softmax.results[0]) is not op:
@@ -69,7 +71,7 @@ def _scores(view: View, operand: Operand, user: Operation) -> _Scores | None:
     add = view.producer(operand, "add")
     if add is None:
         return _scaled(view, operand, user, None, ())
-    if view.sole_user(operand) is not user:
+    if view.sole_user(operand) is not user or add.operands[0] == add.operands[1]:
         return None
     for product, bias in (add.operands, add.operands[::-1]):
         source, narrow = _before_broadcast(view, bias, len(shape))

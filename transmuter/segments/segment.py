@@ -34,6 +34,7 @@ from transmuter.lowering.platform import compiler_options
 from transmuter.lowering.reasons import break_reason, length_reason
 from transmuter.model import Model
 from transmuter.segments import fusion, preparation, records
+from transmuter.segments.attention import attention
 from transmuter.segments.convolutions import packed_kernels
 from transmuter.segments.integers import integer_products
 from transmuter.segments.kernels import called_on_weights, with_kernels
@@ -46,6 +47,7 @@ from transmuter.segments.winograd import by_winograd
 _WIDE = {np.dtype(t) for t in (np.int64, np.uint64, np.float64, np.complex128)}
 _RULES: tuple[Rule, ...] = (
     by_winograd,
+    attention,
     fusion.scaled_operands,
     fusion.products_of_parts,
     fusion.late_normalization,
