@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include <initializer_list>
 #include <limits>
 
 #include "product.h"
@@ -12,10 +11,8 @@ namespace {
 
 constexpr long kQueries = 4 * kTileRows;  // whose scores are there at once, at most
 constexpr long kFewQueries = kTileRows;   // whose scores are there at once, at least
-constexpr long kScores = 1 << 16;         // that are there at once, if that are enough queries
-// The coefficients of a polynomial for 2^x - 1, where x is no further from 0 than 0.5; it is off by 9.2e-8 of 2^x at most.
-constexpr float kPowers[] = {6.9314697760e-01f, 2.4022242084e-01f, 5.5507337437e-02f, 9.6715127104e-03f, 1.3264727262e-03f};
-constexpr long kMostShared = 4;           // rows times threads that one head is cut into, at most, by its queries
+constexpr long kScores = 1 << 16;         // that are there at once, if these are enough queries
+constexpr long kShares = 4;               // of the work, for each thread, if there are too few heads and many queries
 
 [[gnu::always_inline]] inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
 
@@ -52,6 +49,9 @@ template <int Distance>
   return v[0];
 }
 
+// Coefficients of a polynomial for 2^x - 1, where x is at most 0.5 off 0; with it 2^x is off by 9.2e-8 of itself.
+constexpr float kPowers[] = {6.931469776e-1f, 2.402224208e-1f, 5.550733744e-2f, 9.671512710e-3f, 1.326472726e-3f};
+
 // 2 to the power of what is not above 0; 0 where that would be no normal number.
 [[gnu::always_inline]] inline Vector power_of_two(Vector x) {
   constexpr float kRounding = 12582912.0f + 127.0f;  // added, it leaves an integer, and an exponent, in the last bits
@@ -84,8 +84,8 @@ struct Bias {
   }
 };
 
-// Makes scale * score + bias of a row's scores, and, if they are bounded, a finite number of -inf. Returns the largest. Whole
-// vectors are written, with -inf behind the last score.
+// Makes scale * score + bias of a row's scores, and, if they are bounded, a finite number of -inf. Returns the largest.
+// Whole vectors are written, with -inf behind the last score.
 template <bool HasBias, bool IsBounded>
 [[gnu::always_inline]] inline float finish(float* row, long count, float scale, Bias bias) {
   const Vector nothing = Vector{} - std::numeric_limits<float>::infinity();
@@ -184,7 +184,7 @@ inline Rows rows_of(const Matrix& m, const Cut& tiles, long depth, float* copy) 
   return {copy, 0};
 }
 
-// Copies rows as a right operand: [panels of elements, rows, kPanel], or, transposed, [panels of rows, elements, kPanel].
+// Copies rows as a right operand: [panels of elements, rows, kPanel]; transposed, [panels of rows, elements, kPanel].
 inline Panels copied(const Matrix& m, long rows, long elements, float* to) {
   copy_panels(m.data, m.row, m.element, elements, rows, to, rows * kPanel);
   return {to, kPanel, rows * kPanel};
@@ -216,8 +216,7 @@ struct Extents {
   long queries, keys, depth, width;                // of a block of queries, all keys, elements of keys, of values
   long keys_whole, depth_whole, width_whole, row;  // the same in whole panels; from one row of scores to the next
 
-  explicit Extents(const Attention& a)
-      : keys(a.keys), depth(a.depth), width(a.width) {
+  explicit Extents(const Attention& a) : keys(a.keys), depth(a.depth), width(a.width) {
     keys_whole = ceiling(keys, kPanel) * kPanel;
     depth_whole = ceiling(depth, kPanel) * kPanel;
     width_whole = ceiling(width, kPanel) * kPanel;
@@ -227,23 +226,18 @@ struct Extents {
   }
 };
 
-// Gives out parts of a thread's memory.
-class Parts {
- public:
-  Parts(const Tasks& tasks, std::initializer_list<long> sizes) {
+// Parts of a thread's memory, of so many elements each.
+template <int Count>
+struct Parts {
+  float* at[Count];
+
+  Parts(const Tasks& tasks, const long (&sizes)[Count]) {
+    const auto whole = [](long size) { return ceiling(size + kSlack, kLine) * kLine; };
     long all = 0;
     for (long size : sizes) all += whole(size);
-    next_ = static_cast<float*>(tasks.scratch(2, all * sizeof(float)));
+    float* next = static_cast<float*>(tasks.scratch(2, all * sizeof(float)));
+    for (int i = 0; i < Count; next += whole(sizes[i++])) at[i] = next;
   }
-  float* next(long size) {
-    float* part = next_;
-    next_ += whole(size);
-    return part;
-  }
-
- private:
-  static long whole(long size) { return ceiling(size + kSlack, kLine) * kLine; }
-  float* next_;
 };
 
 inline Bias bias_of(const Attention& a, long b, long h, long query) {
@@ -256,11 +250,9 @@ inline Bias bias_of(const Attention& a, long b, long h, long query) {
 template <bool HasBias>
 void attend(const Attention& a, long b, long h, long query, long queries, const Tasks& tasks) {
   const Extents n(a);
-  const long sizes[] = {n.keys_whole * n.depth,  n.width_whole * n.keys,     n.queries * n.depth,
-                        n.queries * n.row,       n.queries * n.width_whole};
-  Parts parts(tasks, {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]});
-  float *keys_copy = parts.next(sizes[0]), *values_copy = parts.next(sizes[1]), *queries_copy = parts.next(sizes[2]),
-        *scores = parts.next(sizes[3]), *mixed = parts.next(sizes[4]);
+  const Parts<5> parts(tasks, {n.keys_whole * n.depth, n.width_whole * n.keys, n.queries * n.depth, n.queries * n.row,
+                               n.queries * n.width_whole});
+  const auto& [keys_copy, values_copy, queries_copy, scores, mixed] = parts.at;
   const Panels keys = copied_transposed(head(a.key, b, h), n.keys, n.depth, keys_copy);
   const Panels values = copied(head(a.value, b, h), n.keys, n.width, values_copy);
   const Cut blocks{queries, ceiling(queries, n.queries)};
@@ -283,15 +275,11 @@ void attend(const Attention& a, long b, long h, long query, long queries, const 
 template <bool HasBias>
 void differentiate(const Attention& a, long b, long h, const Tasks& tasks) {
   const Extents n(a);
-  const long sizes[] = {n.keys_whole * n.depth, n.keys_whole * n.width, n.depth_whole * n.keys,
-                        n.queries * n.depth,    n.queries * n.width,    n.queries * n.row,
-                        n.queries * n.row,      n.queries * n.depth_whole, n.keys_whole * n.depth,
-                        n.keys_whole * n.width};
-  Parts parts(tasks, {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9]});
-  float *keys_copy = parts.next(sizes[0]), *values_copy = parts.next(sizes[1]), *keys_as_they_are = parts.next(sizes[2]),
-        *queries_copy = parts.next(sizes[3]), *outputs_copy = parts.next(sizes[4]), *shares = parts.next(sizes[5]),
-        *scores = parts.next(sizes[6]), *of_queries = parts.next(sizes[7]), *of_keys = parts.next(sizes[8]),
-        *of_values = parts.next(sizes[9]);
+  const Parts<10> parts(tasks, {n.keys_whole * n.depth, n.keys_whole * n.width, n.depth_whole * n.keys,
+                                n.queries * n.depth, n.queries * n.width, n.queries * n.row, n.queries * n.row,
+                                n.queries * n.depth_whole, n.keys_whole * n.depth, n.keys_whole * n.width});
+  const auto& [keys_copy, values_copy, keys_as_they_are, queries_copy, outputs_copy, shares, scores, of_queries,
+               of_keys, of_values] = parts.at;
   const Panels keys = copied_transposed(head(a.key, b, h), n.keys, n.depth, keys_copy);
   const Panels values = copied_transposed(head(a.value, b, h), n.keys, n.width, values_copy);
   const Panels rows_of_keys = copied(head(a.key, b, h), n.keys, n.depth, keys_as_they_are);
@@ -320,10 +308,9 @@ void differentiate(const Attention& a, long b, long h, const Tasks& tasks) {
 
 inline void attention(const Attention& a, const Tasks& tasks) {
   const long heads = a.batch * a.heads;
-  if (heads == 0 || a.queries == 0 || a.width == 0) return;
   // each part of a head's queries copies its keys and values anew
   const long most = std::max<long>(1, a.queries / (2 * kQueries));
-  const Cut parts{a.queries, std::min(most, std::max<long>(1, ceiling(kMostShared * tasks.threads, heads)))};
+  const Cut parts{a.queries, std::min(most, std::max<long>(1, ceiling(kShares * tasks.threads, heads)))};
   auto body = [&](long i) {
     const long b = i / parts.parts / a.heads, h = i / parts.parts % a.heads, part = i % parts.parts;
     (a.bias.data == nullptr ? attend<false> : attend<true>)(a, b, h, parts.start(part), parts.size(part), tasks);

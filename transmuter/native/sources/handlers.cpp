@@ -165,8 +165,8 @@ ffi::Error convolution(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> first, ffi::B
   return run_kernel(pool, &Kernels::convolution, c);
 }
 
-// The steps of the operands and results follow each other, four for each, in the order of the arguments: query, key and
-// value, what the output gets of gradients if theirs are wanted, and the bias if there is any; then the results.
+// The arguments are query, key and value, the gradients of the output if theirs are wanted, and the bias if there is any.
+// Of each, and then of each result, there are four steps.
 ffi::Error attention(ffi::ThreadPool pool, ffi::RemainingArgs arguments, ffi::RemainingRets results, Strides sizes,
                      Strides steps, double scale) {
   Attention a{};

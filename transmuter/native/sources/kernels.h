@@ -76,8 +76,8 @@ struct Strided {
   long step[4];
 };
 
-// output = softmax(scale * query * key^T + bias) * value for each head; or, where `output` has what it gets of gradients,
-// those that the query, the key and the value get. No size is 0. Of the bias, which may be none, steps may be 0.
+// output = softmax(scale * query * key^T + bias) * value for each head; or, where `output` has its gradients, those of the
+// query, the key and the value. No size is 0. There may be no bias; its steps may be 0.
 struct Attention {
   long batch, heads, queries, keys, depth, width;
   float scale;

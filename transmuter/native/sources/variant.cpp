@@ -20,7 +20,6 @@
 namespace transmuter {
 
 extern "C" const Kernels TRANSMUTER_KERNELS = {
-    TRANSMUTER_NAME, product,   integer_product,    quantization,
-    convolution,     attention, attention_gradients};
+    TRANSMUTER_NAME, product, integer_product, quantization, convolution, attention, attention_gradients};
 
 }  // namespace transmuter
