@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 import transmuter
 from transmuter.lowering.linear import MatMulInteger
-from transmuter.lowering.quantization import DynamicQuantizeLinear, dynamically_quantized
+from transmuter.lowering.named import named
+from transmuter.lowering.quantization import DYNAMIC, DynamicQuantizeLinear, dynamically_quantized
 from transmuter.native import integers, library
 from transmuter.segments.integers import dynamic_quantization, integer_products
 from transmuter.segments.preparation import Trace, evaluate, flatten
@@ -164,9 +166,11 @@ def test_dynamic_quantization_is_the_kernel(shape: tuple[int, ...]) -> None:
         np.testing.assert_array_equal(actual, expected, strict=True)
 
 
-def test_other_functions_with_a_derivative_stay() -> None:
-    trace = flatten(jax.make_jaxpr(jax.nn.relu)(np.zeros((3, 50), np.float32)))
-    assert names(trace) == names(rewritten(trace, (), (dynamic_quantization,))) == ["custom_jvp_call"]
+@pytest.mark.parametrize("kind", [np.float16, np.float32])
+def test_other_computations_with_a_name_stay(kind: Any) -> None:
+    function = functools.partial(named, "another" if kind == np.float32 else DYNAMIC, dynamically_quantized)
+    trace = flatten(jax.make_jaxpr(function)(np.zeros((3, 50), kind)))
+    assert names(trace) == names(rewritten(trace, (), (dynamic_quantization,))) == ["named"]
 
 
 # ---- a model --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ fast at; the transposes around it cancel between layers, and those of a weight a
 
 from __future__ import annotations
 
-import ast
 import functools
 import itertools
 import math
@@ -16,13 +15,13 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from transmuter.lowering.arrays import Array, cast, dims, is_string
 from transmuter.lowering.linear import accumulator, activated, in_int8, integer_matmul, matmul
+from transmuter.lowering.named import named
 from transmuter.lowering.platform import on_cpu
 from transmuter.lowering.registry import operator
 from transmuter.lowering.windows import Window, between, window
@@ -36,8 +35,8 @@ _MOST_BLOCKS = 32
 _FEW_PRODUCTS = 64
 """Up to so many per result, a convolution with strides is faster as one of more channels without (0.7 of the time for
 the first layer of a MobileNet), though it multiplies more."""
-_DEPTHWISE = "depthwise "
-"""What the name of a depthwise convolution in a trace starts with; its window follows."""
+DEPTHWISE = "depthwise convolution"
+"""The name of one in a trace, whose place a kernel can take; its params are `by`, a `Window`."""
 _COLUMNS = 1024
 """Copies of what integer kernels see have about so many columns at most, which bounds their memory."""
 
@@ -147,43 +146,12 @@ def _depthwise(x: Array, kernel: Array, by: Window, group: int) -> jax.Array:
     x, kernel = cast(x, accumulator(x)), cast(kernel, accumulator(kernel))
     if kernel.shape[-1] > group:
         x = jnp.repeat(x, kernel.shape[-1] // group, -1)
-    return depthwise(x, kernel, by)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def depthwise(x: jax.Array, kernel: jax.Array, by: Window) -> jax.Array:
-    """A convolution with channels last of each channel with a kernel of its own, (spatial, channels).
-
-    It is one operation in a trace, whose place a kernel of ours can take: `depthwise_window` finds it.
-    """
-
-    def shifted(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return _shifted(x, kernel, by=by)
-
-    shifted.__name__ = f"{_DEPTHWISE}{(by.size, by.strides, by.dilations, by.padding, by.overhang, by.stretch)}"
-    return jax.jit(shifted)(x, kernel)
-
-
-def depthwise_window(equation: jex.JaxprEqn) -> Window | None:
-    """The window of an operation that is `depthwise`; None for any other, and where sizes are symbolic."""
-    if equation.primitive.name != "custom_jvp_call" or len(body := equation.params["call_jaxpr"].eqns) != 1:
-        return None
-    name = str(body[0].params.get("name", ""))
-    if not name.startswith(_DEPTHWISE):
-        return None
-    try:
-        return Window(*ast.literal_eval(name.removeprefix(_DEPTHWISE)))
-    except (SyntaxError, ValueError):  # the name of a symbolic size
-        return None
+    return named(DEPTHWISE, _shifted, x, kernel, by=by)
 
 
 def _shifted(x: jax.Array, kernel: jax.Array, *, by: Window) -> jax.Array:
+    """A convolution with channels last of each channel with a kernel of its own, (spatial, channels)."""
     return functools.reduce(operators.add, (view * kernel[index] for index, view in by.views(x)))
-
-
-@depthwise.defjvp
-def _(by, primals, tangents):
-    return jax.jvp(functools.partial(_shifted, by=by), primals, tangents)
 
 
 def _xla(x: Array, kernel: Array, by: Window, layout: tuple[str, str, str], group: int = 1) -> jax.Array:

@@ -2,7 +2,8 @@
 
 A product of one row reads its weights once, so that their bytes bound its speed. Here words of 32 bits hold weights
 that follow each other in a column, and lie row by row: an operation on all words of a row is one on vectors, the same
-for every column. That leaves to XLA a single loop which unpacks and multiplies in registers.
+for every column. That leaves to XLA a single loop which unpacks and multiplies in registers. What is here is for XLA; a
+trace has a product as one operation with a name, in whose place a kernel of ours can be.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ import numpy as np
 from jax import lax
 
 from transmuter.lowering.arrays import Array, cast
+from transmuter.lowering.named import named
 from transmuter.lowering.platform import on_cpu
 
+PRODUCT = "product with words"
+"""The name of a product with packed weights, for rules. Its params are `bits`."""
 Packing = Literal["auto", "keep", "unpack"]
 """Which weights stay packed: those whose products are as fast, all, or none."""
 packing: ContextVar[Packing] = ContextVar("packing", default="auto")
@@ -43,8 +47,8 @@ _ROW = 32
 each matrix. With 64 a decoder's step takes 0.93 of the time, but compiling twice as long, and 100 MB more for 29
 matrices."""
 _SINGLE_ROWS = 8
-"""Up to so many rows are multiplied one by one, in 0.2 ms each for 1024x3072 weights of 4 bits on two cores (ONNX
-Runtime 0.21, float32 unpacked once 0.5). All of them unpack for 1 ms first, and multiply then."""
+"""Up to so many rows XLA multiplies one by one, in 0.2 ms each for 1024x3072 weights of 4 bits on two cores (float32
+unpacked once 0.5). All of them unpack for 1 ms first, and multiply then."""
 _BLOCK = 2**20
 """How many weights a loop unpacks at a time: 4 MB of float32, which stay in the cache."""
 
@@ -114,9 +118,16 @@ def product(x: Array, words: Array, scales: Array, zeros: Array | None, bits: in
     """
     if not keeps_packed(is_fast=on_cpu()):
         return times(x, _columns(words, scales, zeros, bits), 0)
+    operands = (x, words, scales) if zeros is None else (x, words, scales, zeros)
+    return named(PRODUCT, _product, *map(jnp.asarray, operands), bits=bits, is_for_cpu=on_cpu())
+
+
+def _product(
+    x: Array, words: Array, scales: Array, zeros: Array | None = None, *, bits: int, is_for_cpu: bool
+) -> jax.Array:
     packed = lax.optimization_barrier((words, scales, zeros))  # which stay as they are while weights are prepared
     rows = x.shape[0]
-    if isinstance(rows, int) and rows <= _SINGLE_ROWS and on_cpu():
+    if isinstance(rows, int) and rows <= _SINGLE_ROWS and is_for_cpu:
         row = functools.partial(_single_row, bits=bits)
         return row(x, *packed) if rows == 1 else lax.map(lambda one: row(one[None], *packed)[0], x)
     x = cast(x, np.float32)

@@ -15,7 +15,11 @@ from jax import lax
 from transmuter.lowering.arrays import Array, cast, dtype, in_jax, is_float, readable
 from transmuter.lowering.convolution import ConvInteger
 from transmuter.lowering.linear import MatMulInteger, matmul
+from transmuter.lowering.named import named
 from transmuter.lowering.registry import operator
+
+DYNAMIC = "dynamic quantization"
+"""Its name in a trace, where a kernel can take its place."""
 
 
 def spread(parameter: Array, shape: tuple, axis: int | None, block_size: int | None = None) -> Array:
@@ -112,23 +116,15 @@ def DequantizeLinear(x, x_scale, x_zero_point=None, *, axis, block_size, output_
 @operator()
 def DynamicQuantizeLinear(x):
     """An all-zero operand has scale 1, as in ONNX Runtime; the specification leaves 0 / 0 open."""
-    return dynamically_quantized(x)
+    return named(DYNAMIC, dynamically_quantized, x)
 
 
-def _dynamically_quantized(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def dynamically_quantized(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Elements as uint8, scale and zero point."""
     low, high = jnp.min(x, initial=0), jnp.max(x, initial=0)
     scale = jnp.where(low == high, 1, quotient(high - low, jnp.asarray(255, x.dtype)))
     zero_point = saturated(quotient(-low, scale), None, np.dtype(np.uint8))
     return quantized(x, scale, zero_point, zero_point.dtype), scale, zero_point
-
-
-dynamically_quantized = jax.custom_jvp(_dynamically_quantized)
-"""Elements as uint8, scale and zero point: one operation in a trace, which a kernel can take the place of."""
-
-
-@dynamically_quantized.defjvp
-def _(primals, tangents):
-    return jax.jvp(_dynamically_quantized, primals, tangents)
 
 
 def per_row(parameter: Array, matrix: Array) -> Array:

@@ -7,6 +7,7 @@ and where the library is not there, the pure one is.
 
 from transmuter.native.attention import Heads, attention
 from transmuter.native.convolutions import Convolution, convolution, packed_kernel
+from transmuter.native.few_bits import product_of_few_bits
 from transmuter.native.library import available, variant
 from transmuter.native.products import Form, fits, packed, packed_shape, product, steps_of, unpacked
 from transmuter.native.pure import pure
@@ -23,6 +24,7 @@ __all__ = [
     "packed_kernel",
     "packed_shape",
     "product",
+    "product_of_few_bits",
     "pure",
     "steps_of",
     "unpacked",

@@ -18,6 +18,7 @@ import jax.extend.core as jex
 TARGETS = (
     "transmuter_attention",
     "transmuter_convolution",
+    "transmuter_few_bits",
     "transmuter_integer_product",
     "transmuter_product",
     "transmuter_quantization",

@@ -16,6 +16,7 @@ from transmuter.native.attention import (
     pure_tangent,
 )
 from transmuter.native.convolutions import convolution_p, pure_convolution
+from transmuter.native.few_bits import few_bits_p, pure_few_bits
 from transmuter.native.integers import integer_product_p, pure_integer_product
 from transmuter.native.products import product_p, pure_product
 
@@ -24,6 +25,7 @@ _PURE: dict[jex.Primitive, Callable[..., Any]] = {
     attention_gradients_p: pure_gradients,
     attention_tangent_p: pure_tangent,
     convolution_p: pure_convolution,
+    few_bits_p: pure_few_bits,
     integer_product_p: pure_integer_product,
     product_p: pure_product,
 }

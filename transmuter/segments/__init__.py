@@ -85,9 +85,10 @@ def compile(
             themselves. No gradient flows to a static input.
         outputs: Names of graph outputs or internal values; what they do not need is not compiled. None is all outputs.
         packed_weights: What becomes of weights of few bits, in blocks that share a scale. `"keep"`: they stay packed,
-            and each call unpacks them, in pieces that fit a cache. `"unpack"`: they become float32 once, which takes 4
-            (for 8 bits) or 8 times (for 4 bits) as much memory, besides theirs. `"auto"`: on a CPU those of MatMulNBits
-            and QMoE stay packed; others become float32, if that takes less than half of the free memory.
+            and each call unpacks them, in registers or in pieces that fit a cache. `"unpack"`: they become float32
+            once, which takes 4 (for 8 bits) or 8 times (for 4 bits) as much memory, besides theirs. `"auto"`: on a CPU
+            those of MatMulNBits and QMoE stay packed; others become float32, if that takes less than half of the free
+            memory.
         persistent_cache: A folder in which executables are kept, so that later processes need not compile them, nor
             trace graphs without breaks. A process has one such folder, for all that it compiles: this sets JAX's own
             `jax_compilation_cache_dir`. Segments are kept there however quickly they compile; for the rest of the

@@ -6,6 +6,7 @@ between the elements where there were strides; that of the kernel by a kernel th
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +17,8 @@ import jax
 import numpy as np
 
 from transmuter import native
-from transmuter.lowering.convolution import depthwise_window
+from transmuter.lowering.convolution import DEPTHWISE
+from transmuter.lowering.named import has_name
 from transmuter.lowering.platform import has_kernels
 from transmuter.native import Convolution, steps_of
 from transmuter.segments.preparation import Operation, Ref
@@ -51,16 +53,15 @@ def convolutions(view: View) -> Iterator[Replacement]:
 
 
 def depthwise_convolutions(view: View) -> Iterator[Replacement]:
-    """A rule for what is differentiated no more: each channel is convolved with a kernel of its own.
-
-    It comes before what calls functions that have a derivative of their own, since it knows a convolution by being one.
-    """
+    """A rule for what is differentiated no more: each channel is convolved with a kernel of its own."""
     for op in view.trace.operations:
-        if (by := depthwise_window(op.equation)) is None:
+        if not has_name(op.equation, DEPTHWISE):
             continue
+        by = op.equation.params["by"]
         input, kernel = map(view.aval, op.operands)
         channels, shape = input.shape[-1], view.aval(op.results[0]).shape
         is_plain = {input.dtype, kernel.dtype} == {np.dtype(np.float32)} and set(by.stretch) == {1}
+        is_plain &= all(isinstance(n, int) for n in (*input.shape, *shape, *itertools.chain(*by.padding)))
         if is_plain and len(by.size) <= 2 and channels >= _FEWEST_CHANNELS and 0 not in (*input.shape, *shape):
             *spatial, step = steps_of(kernel.shape)
             how = Convolution(

@@ -14,8 +14,8 @@ from transmuter.segments.preparation import Operation, Trace
 from transmuter.segments.rewriting import Replacement, Rule, View, rewriting, rewritten, within
 from transmuter.segments.strided_products import strided_products
 
-_DERIVED = {"custom_jvp_call", "custom_vjp_call"}
-"""Functions with a derivative of their own, which nobody asks for any more."""
+_CALLED = {"custom_jvp_call", "custom_vjp_call", "named"}
+"""Functions with a derivative of their own, which nobody asks for any more, or a name, which no rule has asked for."""
 _WITH_BODIES = {"scan", "while", "cond", "remat2"}
 
 
@@ -32,14 +32,14 @@ def calling_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
 def called_on_weights(view: View) -> Iterator[Replacement]:
     """A rule: `_called` of weights alone, which are prepared by operations that can be written down (`records`)."""
     for op in view.trace.operations:
-        if op.equation.primitive.name in _DERIVED and view.weights.issuperset(op.results):
+        if op.equation.primitive.name in _CALLED and view.weights.issuperset(op.results):
             yield _body_of(op)
 
 
 def _called(view: View) -> Iterator[Replacement]:
-    """A rule: the operations of functions that have a derivative of their own."""
+    """A rule: the operations of functions that have a derivative of their own, or a name."""
     for op in view.trace.operations:
-        if op.equation.primitive.name in _DERIVED:
+        if op.equation.primitive.name in _CALLED:
             yield _body_of(op)
 
 

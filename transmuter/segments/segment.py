@@ -36,6 +36,7 @@ from transmuter.model import Model
 from transmuter.segments import fusion, preparation, records
 from transmuter.segments.attention import attention
 from transmuter.segments.convolutions import packed_kernels
+from transmuter.segments.few_bits import products_by_xla, products_of_few_bits
 from transmuter.segments.integers import integer_products
 from transmuter.segments.kernels import called_on_weights, with_kernels
 from transmuter.segments.records import Recipe, Record
@@ -45,7 +46,11 @@ from transmuter.segments.strided_products import packed_weights
 from transmuter.segments.winograd import by_winograd
 
 _WIDE = {np.dtype(t) for t in (np.int64, np.uint64, np.float64, np.complex128)}
+_FIRST: tuple[Rule, ...] = (products_by_xla, rounded_products)
+"""What any params run through."""
 _RULES: tuple[Rule, ...] = (
+    products_of_few_bits,
+    *_FIRST,
     by_winograd,
     attention,
     fusion.scaled_operands,
@@ -373,7 +378,7 @@ class Segment:
             if own_params in self._executables:  # another thread has made it meanwhile
                 return self._executables[own_params]
             trace = self._ensure_trace()
-            flat = rewritten(trace, self._names, (rounded_products, *_RULES) if own_params else (rounded_products,))
+            flat = rewritten(trace, self._names, _RULES if own_params else _FIRST)
             cut = preparation.split(flat, self._names, self._inputs, prepare=own_params)
             fast = with_kernels(cut.rest(flat.avals))
             options: dict[str, Any] = dict(compiler_options(op.equation for op in fast.operations))

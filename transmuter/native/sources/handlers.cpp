@@ -190,6 +190,23 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::RemainingArgs arguments, ffi::Re
   return run_kernel(pool, is_gradient ? &Kernels::attention_gradients : &Kernels::attention, a);
 }
 
+// Zero points follow, if there are any.
+ffi::Error few_bits(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> left, ffi::Buffer<ffi::S32> right,
+                    ffi::Buffer<ffi::F32> scales, ffi::RemainingArgs zeros, ffi::ResultBuffer<ffi::F32> result,
+                    int64_t bits) {
+  FewBits p{};
+  p.rows = left.dimensions()[0], p.depth = left.dimensions()[1], p.columns = result->dimensions()[1];
+  p.blocks = scales.dimensions()[1], p.bits = static_cast<int>(bits);
+  p.left = left.typed_data(), p.right = right.typed_data(), p.scales = scales.typed_data();
+  if (zeros.size() > 0) {
+    const auto given = zeros.get<ffi::AnyBuffer>(0);
+    if (!given.has_value()) return given.error();
+    p.zeros = given->untyped_data(), p.has_float_zeros = given->element_type() == ffi::F32;
+  }
+  p.result = result->typed_data();
+  return run_kernel(pool, &Kernels::few_bits, p);
+}
+
 }  // namespace
 }  // namespace transmuter
 
@@ -249,3 +266,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(transmuter_convolution, transmuter::convolution,
                                   .Attr<ffi::Span<const int64_t>>("window")
                                   .Attr<ffi::Span<const int64_t>>("kernel")
                                   .Attr<bool>("is_packed"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(transmuter_few_bits, transmuter::few_bits,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("bits"));

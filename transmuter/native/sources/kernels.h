@@ -85,6 +85,21 @@ struct Attention {
   Strided query_gradient, key_gradient, value_gradient;
 };
 
+// result[m, n] = sum over k of left[m, k] * (q[k, n] - zero[b, n]) * scale[b, n], where b is the block that k falls into. Words
+// of 32 bits hold the q that follow one another along k, the first in the lowest bits, and are packed as
+// [ceil(n / kPanel), words of k, kPanel], as are the scales and zeros of blocks. A block fills words. Without zeros they
+// are half of the range.
+struct FewBits {
+  long rows, depth, columns, blocks;
+  int bits;
+  const float* left;
+  const int32_t* right;
+  const float* scales;
+  const void* zeros;  // bytes or floats
+  bool has_float_zeros;
+  float* result;
+};
+
 struct Kernels {
   const char* name;
   void (*product)(const Product& product, const Tasks& tasks);
@@ -93,6 +108,7 @@ struct Kernels {
   void (*convolution)(const Convolution& convolution, const Tasks& tasks);
   void (*attention)(const Attention& attention, const Tasks& tasks);
   void (*attention_gradients)(const Attention& attention, const Tasks& tasks);
+  void (*few_bits)(const FewBits& product, const Tasks& tasks);
 };
 
 extern "C" const Kernels kKernelsAvx512Vnni;

@@ -2,6 +2,7 @@
 
 #include "attention.h"
 #include "convolution.h"
+#include "few_bits.h"
 #include "integer_product.h"
 #include "product.h"
 #include "quantization.h"
@@ -20,6 +21,6 @@
 namespace transmuter {
 
 extern "C" const Kernels TRANSMUTER_KERNELS = {
-    TRANSMUTER_NAME, product, integer_product, quantization, convolution, attention, attention_gradients};
+    TRANSMUTER_NAME, product, integer_product, quantization, convolution, attention, attention_gradients, few_bits};
 
 }  // namespace transmuter
