@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +15,7 @@ from transmuter import native
 from transmuter.lowering.platform import has_kernels
 from transmuter.segments.fusion import is_softmax, scales
 from transmuter.segments.preparation import Operation
-from transmuter.segments.rewriting import Operand, Replacement, View, rewriting
+from transmuter.segments.rewriting import Operand, Replacement, View
 
 _FEWEST = 1 << 16
 """So many multiplications the scores take at least, for a call of the kernel to pay."""
@@ -30,11 +29,6 @@ class _Scores:
     scale: float
     bias: Operand | None
     shape: Sequence[int]
-
-
-def attending(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that computes the same by the kernel for attention. Its gradients are such a kernel, too."""
-    return rewriting(function, attention)
 
 
 def attention(view: View) -> Iterator[Replacement]:

@@ -16,14 +16,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from transmuter import segments
 from transmuter.errors import GraphBreakError, InputError
-from transmuter.lowering.platform import training_options, without_warnings
+from transmuter.lowering.platform import on_cpu, training_options, without_warnings
 from transmuter.model import Model
 from transmuter.partition import Choice, Partition
-from transmuter.segments.attention import attending
+from transmuter.segments.attention import attention
 from transmuter.segments.cache import use_persistent_cache
 from transmuter.segments.executor import CompiledModel
 from transmuter.segments.kernels import calling_kernels
 from transmuter.segments.memory import keep_freed
+from transmuter.segments.recomputation import recomputed_activations
+from transmuter.segments.rewriting import Rule, rewriting
 from transmuter.train.learned import learned
 from transmuter.train.losses import Loss
 from transmuter.train.transforms import Policy, jit_in_turn, transform
@@ -32,6 +34,8 @@ Batch = Mapping[str, Any]
 """Arrays by name: the model's inputs, and what the loss reads. The first dimension of each is that of the batch."""
 
 _OWN_METRICS = ("loss", "grad_norm", "finite")
+_BEFORE_GRADIENTS: tuple[Rule, ...] = (recomputed_activations, attention)
+"""How the forward pass is rewritten before it is differentiated: the gradients of a kernel are a kernel, too."""
 
 
 @jax.tree_util.register_dataclass
@@ -129,7 +133,7 @@ class Step:
         # XLA does not split a kernel of ours among devices
         is_alone = mesh is None or mesh.size == 1
         update = calling_kernels(self._update) if is_alone else self._update
-        self._attends = is_alone and compute_type is None
+        self._is_rewritten = is_alone and compute_type is None and on_cpu()
         self._whole = jit(update, donate_argnums=0)
         self._signatures: set[Any] = set()
         self._apply_gradients = jax.jit(self._updated, donate_argnums=0)
@@ -214,8 +218,7 @@ class Step:
             return self.model.apply(params, inputs, buffers=buffers, key=key, outputs=self._wanted)
 
         key = key if self.model.is_random else None
-        # before it is differentiated: the gradients of the kernel are a kernel
-        forward = attending(forward) if self._attends else forward
+        forward = rewriting(forward, *_BEFORE_GRADIENTS) if self._is_rewritten else forward
         forward = forward if self._transform is None else self._transform(forward)
         return forward(params, buffers, inputs_of(self.model, batch), key)
 
