@@ -135,6 +135,32 @@ def test_gradients_and_transforms(kind):
         np.testing.assert_allclose(jax.jit(conv)(x, w), y, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize(
+    ("spatial", "kernel", "pads", "strides"),
+    [
+        ((8,), (2,), (-1, 1), (1,)),
+        ((8,), (3,), (-2, 2), (2,)),
+        ((8,), (1,), (2, 3), (2,)),
+        ((8, 7), (3, 3), (-2, 0, 1, -1), (1, 1)),
+        ((9, 7), (3, 3), (-1, -2, 1, 0), (2, 2)),
+        ((9, 9), (2, 1), (3, 1, 2, 2), (1, 2)),
+    ],
+)
+def test_padding_below_none_or_beyond_the_kernel(spatial, kernel, pads, strides, group):
+    """XLA's CPU convolutions read beside an operand that is cut at the start and padded at the end. What is padded by
+    more than its kernel spans has such a one for a gradient."""
+    x, w = draw(2, 16 * group, *spatial), draw(8 * group, 16, *kernel)
+    attributes, rank = {**NOTHING, "group": group, "strides": strides}, len(kernel)
+    borders = [(0, 0, 0), (0, 0, 0), *((lo, hi, 0) for lo, hi in zip(pads, pads[rank:]))]
+    conv = lambda x, w: convolution.Conv(x, w, **{**attributes, "pads": pads})
+    plain = lambda x, w: convolution.Conv(jax.lax.pad(x, np.float32(0), borders), w, **attributes)
+    np.testing.assert_allclose(jax.jit(conv)(x, w), jax.jit(plain)(x, w), rtol=1e-4, atol=1e-4)
+    gradients = lambda f: jax.jit(jax.grad(lambda x, w: jnp.sum(f(x, w) ** 2), (0, 1)))(x, w)
+    for gradient, wanted in zip(gradients(conv), gradients(plain), strict=True):
+        np.testing.assert_allclose(gradient, wanted, rtol=1e-3, atol=1e-3)
+
+
 def test_a_weight_in_groups_has_a_gradient_as_steps_of_training_compile_it():
     """XLA's YNNPACK crashed on the sum over what one group has of a joined weight; now there is none."""
     x, w = draw(2, 16, 10, 10), draw(64, 8, 3, 3)

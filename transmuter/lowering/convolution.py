@@ -155,6 +155,8 @@ def _shifted(x: jax.Array, kernel: jax.Array, *, by: Window) -> jax.Array:
 
 
 def _xla(x: Array, kernel: Array, by: Window, layout: tuple[str, str, str], group: int = 1) -> jax.Array:
+    if on_cpu():
+        x, by = _padded_where_unusual(x, by, layout[0])
     return lax.conv_general_dilated(
         x,
         kernel,
@@ -165,6 +167,20 @@ def _xla(x: Array, kernel: Array, by: Window, layout: tuple[str, str, str], grou
         dimension_numbers=layout,
         feature_group_count=group,
     )
+
+
+def _padded_where_unusual(x: Array, by: Window, layout: str) -> tuple[Array, Window]:
+    """The same with padding of its own where a convolution's is less than none, or more than the kernel spans: XLA's
+    CPU convolutions read beside an operand of which they are to cut off the start and pad the end. What is padded by
+    more than the kernel spans has such a convolution for a gradient."""
+    borders, padding, stretch = [(0, 0, 0)] * x.ndim, list(by.padding), list(by.stretch)
+    for i, ((lo, hi), extent) in enumerate(zip(by.padding, by.extents)):
+        if isinstance(lo, int) and isinstance(hi, int) and (lo < 0 or max(lo, hi) >= extent):
+            borders[layout.index(str(i))] = (lo, hi, stretch[i] - 1)
+            padding[i], stretch[i] = (0, 0), 1
+    if padding == list(by.padding):
+        return x, by
+    return lax.pad(x, np.zeros((), x.dtype), borders), replace(by, padding=tuple(padding), stretch=tuple(stretch))
 
 
 def _in_integers(x: Array, w: Array, x_zero: Array, w_zero: Array, by: Window, group: int) -> jax.Array:

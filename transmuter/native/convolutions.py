@@ -86,11 +86,15 @@ def pure_convolution(input: jax.Array, panels: jax.Array, *, how: Convolution, s
     spatial = "HW"[-len(how.kernel) :]
     extents = [(k - 1) * d + 1 for k, d in zip(how.kernel, how.dilations)]
     needed = [(n - 1) * s + extent for n, s, extent in zip(how.output, how.strides, extents)]
+    padding = [(low, n - size - low) for low, n, size in zip(how.low, needed, how.input)]
+    if min(how.low) < 0:  # of which XLA's CPU convolutions read what is beside the input
+        borders = [(0, 0, 0), *((lo, hi, 0) for lo, hi in padding), (0, 0, 0)]
+        input, padding = lax.pad(input, np.zeros((), input.dtype), borders), [(0, 0)] * len(padding)
     return lax.conv_general_dilated(
         input,
         kernel,
         how.strides,
-        [(low, n - size - low) for low, n, size in zip(how.low, needed, how.input)],
+        padding,
         rhs_dilation=how.dilations,
         dimension_numbers=(f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"),
         feature_group_count=how.groups,

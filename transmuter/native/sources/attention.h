@@ -161,7 +161,7 @@ inline void multiply(const Cut& tiles, long columns, long depth, Rows left, Pane
       const long first = tiles.start(t);
       compute(tiles.size(t), std::min<long>(kTileColumns, whole - column), depth,
               left.step == 0 ? Left{left.data + first * depth, 0} : Left{left.data + first * left.step, left.step},
-              from, right.row, result + first * result_row + column, result_row, adds, Ahead{from, 0, 1}, Ahead{from, 0, 1});
+              from, right.row, result + first * result_row + column, result_row, adds, staying(from), staying(from));
     }
   }
 }

@@ -250,7 +250,7 @@ inline void panels_of_many(const FewBits& p, long row, long rows, long panel, lo
           const long first = tiles.start(t);
           compute(tiles.size(t), std::min<long>(kTileColumns, end - column), depth, Left{copied + first * depth, 0},
                   right + inner, kPanel, p.result + (row + first) * p.columns + column, p.columns, d > 0,
-                  Ahead{next, t == 0 ? p.bits : 0, 1}, Ahead{copied, 0, 1});
+                  Ahead{next, t == 0 ? p.bits : 0, 1}, staying(copied));
         }
     }
   }

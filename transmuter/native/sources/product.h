@@ -39,6 +39,9 @@ struct Ahead {
   }
 };
 
+// Fetches nothing else.
+inline Ahead staying(const float* at) { return {at, 0, 1}; }
+
 // The left operand of a tile: a copy as [depth, rows of the tile], or, if `row` is not 0, elements that lie side by side in
 // rows that far apart.
 struct Left {
@@ -263,7 +266,7 @@ inline Ahead left_ahead(const Product& p, const float* next, long rows, long dep
   const long index = panel * tiles + tile;
   if (p.left_depth == 1 && index < rows) return {next + index * p.left_row, kLine, kLine};
   if (p.left_row == 1) return {next + tile * kLine + panel * (depth / panels) * p.left_depth, p.left_depth, panels};
-  return {next, 0, 1};
+  return staying(next);
 }
 
 // Some rows of the result and some of its panels, the first of which is at `right`.
@@ -293,7 +296,7 @@ inline void block(const Product& p, const Place& at, const Right& right, long ro
           compute(tiles.size(t), std::min<long>(kTileColumns, end - column), depth, of_tile, from + inner, right.row,
                   at.result + (row + first) * p.result_row + column, p.result_row, d > 0,
                   Ahead{next + t * (depth / tiles.parts) * right.row, right.row, tiles.parts},
-                  is_last && following >= p.rows ? Ahead{left, 0, 1}
+                  is_last && following >= p.rows ? staying(left)
                                                  : left_ahead(p, next_left, rows, depth, j, panels, t, tiles.parts));
         }
     }
