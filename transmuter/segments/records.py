@@ -158,7 +158,7 @@ class Loaded:
     def _loaded(self) -> Callable[..., list[Any]]:
         try:
             run = self._loading.result()
-        except jax.errors.JaxRuntimeError as error:
+        except (jax.errors.JaxRuntimeError, TypeError, ValueError, LookupError) as error:
             message = f"An executable of the persistent cache cannot be loaded, and is compiled anew: {error}"
             warnings.warn(message, RuntimeWarning, stacklevel=4)
             run = self._instead

@@ -6,6 +6,7 @@ import functools
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -172,10 +173,10 @@ class Segment:
         self._recorded: Executable | None = None
         self._flat: preparation.Trace | None = None
         self._lock = threading.RLock()
-        self._trace = functools.partial(self._traced, avals, params, packing, transform)
+        self._traced_with = avals, params, packing, transform
         started = time.perf_counter()
         if record is None:
-            self._trace()
+            self._trace(*self._traced_with)
         else:
             self._recall(record)
         for needed in self.breaks:
@@ -184,7 +185,7 @@ class Segment:
         self.cut_tally = Tally()
         self.trace_seconds = time.perf_counter() - started
 
-    def _traced(
+    def _trace(
         self,
         avals: Sequence[Any],
         params: Mapping[str, Any],
@@ -332,15 +333,16 @@ class Segment:
         self.returns_arrays = True
         self._structure = jax.tree.structure(([], [0] * len(recipe.emitted)))
         self._work = [item for item in self.stage.work if isinstance(item, ir.Node)]
+        own = weakref.proxy(self)  # a segment that is evicted is to be gone at once
 
         def load() -> jax.stages.Compiled:
             started = time.perf_counter()
             compiled = record.load()
-            self.compile_seconds += time.perf_counter() - started
+            own.compile_seconds += time.perf_counter() - started
             return compiled
 
         def traced(weights: list[Any]) -> tuple[Executable, list[Any]]:
-            executable = self.executable(own_params=True, recorded=False)
+            executable = own.executable(own_params=True, recorded=False)
             values = {weight.key: value for weight, value in zip(recipe.weights, weights, strict=True)}
             return executable, [values[weight.key] for weight in executable.weights]
 
@@ -359,7 +361,7 @@ class Segment:
         """The trace, made now if the segment is from a record."""
         with self._lock:
             if self._flat is None:
-                self._trace()
+                self._trace(*self._traced_with)
             return self._flat
 
     # -- running
