@@ -39,6 +39,9 @@ def attention(view: View) -> Iterator[Replacement]:
         softmax = view.producer(op.operands[0], "custom_jvp_call") if _is_stack(view, op) else None
         if softmax is None or not is_softmax(softmax) or view.sole_user(softmax.results[0]) is not op:
             continue
+        ((mixed, _), _) = op.equation.params["dimension_numbers"]
+        if mixed != (len(view.aval(op.operands[0]).shape) - 1,):  # shares are summed over something else than the keys
+            continue
         scores = _scores(view, softmax.operands[0], softmax)
         if scores is not None:
             yield _replacement(view, scores, op)

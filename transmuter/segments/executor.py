@@ -548,7 +548,8 @@ class CompiledModel:
         model's own params."""
         is_first = stage.depth == 0 and not (stage.is_body or stage.host)
         is_plain = call.weights is None and self._transform is None and not self.model.is_random
-        keeps = self._keeps_executables and keeps_quick_ones()
+        has_folder = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir is not None
+        keeps = self._keeps_executables and has_folder and keeps_quick_ones()
         if not (keeps and is_first and is_plain and _is_alone(self.model)) or self._identity is None:
             return None
         inputs = [value.name for value in stage.arrays]

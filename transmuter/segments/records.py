@@ -12,6 +12,7 @@ import hashlib
 import io
 import os
 import pickle
+import re
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -29,6 +30,9 @@ from transmuter.segments.preparation import Ref, Weight
 
 _PREFIX = "transmuter-segment-"
 _DIGEST = hashlib.blake2b
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_READY = ("transmuter_", "TopK")
+"""What the names of functions start with that executables of any process can call."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,9 @@ def write(key: str, recipe: bytes, compiled: jax.stages.Compiled) -> None:
         recipe: As `Recipe.pickled` makes it.
         compiled: The executable. XLA must have compiled it here: of one that it has loaded it serialises a part.
     """
+    # JAX makes other targets, such as LAPACK's, ready when it lowers what calls them: a later process would crash
+    if any(not target.startswith(_READY) for target in _TARGET.findall(compiled.as_text() or "")):
+        return
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     if any(sharding.device_set != {jax.devices()[0]} for sharding in shardings):
         return

@@ -220,7 +220,8 @@ class Step:
         key = key if self.model.is_random else None
         forward = rewriting(forward, *_BEFORE_GRADIENTS) if self._is_rewritten else forward
         forward = forward if self._transform is None else self._transform(forward)
-        return forward(params, buffers, inputs_of(self.model, batch), key)
+        outputs = forward(params, buffers, inputs_of(self.model, batch), key)
+        return {name: outputs[name] for name in self._wanted}  # JAX sorts names
 
     def _through_segments(self, params: Any, buffers: Any, batch: Batch, key: jax.Array) -> dict[str, Any]:
         if self._compiled is None:
