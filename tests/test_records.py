@@ -290,6 +290,30 @@ def test_a_process_is_told_by_its_settings(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(set(found)) == len(found)
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"), [("jax_compilation_cache_dir", None), ("jax_enable_compilation_cache", False)]
+)
+def test_without_a_folder_there_are_no_records(tmp_path: Path, setting: str, value: object) -> None:
+    compiled = transmuter.compile(plain(), persistent_cache=tmp_path)
+    before = getattr(jax.config, setting)
+    jax.config.update(setting, value)
+    try:
+        np.testing.assert_allclose(compiled({"x": X})["y"], Y, rtol=1e-5)
+    finally:
+        jax.config.update(setting, before)
+    assert not records(tmp_path)
+
+
+def test_what_calls_other_libraries_has_no_record(tmp_path: Path) -> None:
+    """JAX makes LAPACK ready when it lowers: a process that loads a record would crash."""
+    proto = model_of([helper.make_node("Det", ["x"], ["y"])], [info("x", ("n", 8, 8))], [info("y", None)])
+    for _ in range(2):
+        compiled = transmuter.compile(transmuter.load(proto), persistent_cache=tmp_path)
+        x = np.stack([W, 2 * W])
+        np.testing.assert_allclose(compiled({"x": x})["y"], np.linalg.det(x), rtol=1e-3)
+    assert not records(tmp_path)
+
+
 def in_a_process(code: str, **variables: str) -> str:
     preamble = """
         import jax, numpy as np, transmuter

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from instruction_sets import by_each_variant, needs_kernels
 
+from transmuter.lowering import registry
 from transmuter.native.attention import (
     Heads,
     attention,
@@ -24,6 +25,8 @@ from transmuter.native.attention import (
     attention_tangent_p,
     pure_attention,
 )
+from transmuter.segments.attention import attention as attention_rule
+from transmuter.segments.rewriting import rewriting
 
 pytestmark = needs_kernels
 TOLERANCE = 4e-6
@@ -317,3 +320,19 @@ def test_checkpoint_scan_and_export():
 
 
 X = jnp.arange(3.0)
+
+
+def test_shares_that_are_summed_over_queries_are_no_attention() -> None:
+    """As an Einsum can have it: the rule is for values mixed over the keys."""
+    x = np.random.default_rng(0).standard_normal((1, 2, 64, 32), np.float32)
+    lowered = registry.find("", "Softmax", 13).function
+
+    def mixed(over: str) -> Callable[[jax.Array], jax.Array]:
+        softmax = lambda q: lowered(jnp.einsum("bhid,bhjd->bhij", q, q), axis=-1)
+        function = lambda q: jnp.einsum(f"bhij,bh{over}d->bh{'ij'.replace(over, '')}d", softmax(q), q)
+        found = rewriting(function, attention_rule)
+        np.testing.assert_allclose(jax.jit(found)(x), jax.jit(function)(x), rtol=1e-4, atol=1e-4)
+        return found
+
+    assert "cpu_attention" in str(jax.make_jaxpr(mixed("j"))(x))
+    assert "cpu_attention" not in str(jax.make_jaxpr(mixed("i"))(x))

@@ -90,6 +90,22 @@ def test_steps_are_those_of_optax(accumulate):
     assert not any(array.is_deleted() for array in model.params.values())  # the state has copies
 
 
+@pytest.mark.parametrize("compute_type", [None, "bfloat16"])
+def test_a_loss_gets_outputs_in_the_graphs_order(compute_type):
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["logits"]), helper.make_node("Relu", ["logits"], ["hidden"])]
+    weight = numpy_helper.from_array(np.ones((4, 4), np.float32), "w")
+    proto = model_of(nodes, [info("x", ("n", 4))], [info("logits", None), info("hidden", None)], [weight])
+    seen = []
+
+    def loss(outputs, batch):
+        seen.append(list(outputs))
+        return outputs["logits"].mean()
+
+    step = train.Step(transmuter.load(proto, trainable=True), loss, optax.sgd(1.0), compute_type=compute_type)
+    step(step.init(), {"x": np.ones((2, 4), np.float32)})
+    assert set(map(tuple, seen)) == {("logits", "hidden")}
+
+
 def test_frozen_params_stay():
     model = classifier()
     step = train.Step(model, losses.cross_entropy(), optax.sgd(0.1), trainable="w2")

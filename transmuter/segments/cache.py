@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import threading
@@ -241,18 +242,27 @@ def keeps_quick_ones() -> bool:
 @contextlib.contextmanager
 def noting_hits() -> Iterator[list[str]]:
     """Fills a list with what this thread finds in JAX's cache in the block."""
-    hits: list[str] = []
-    thread = threading.get_ident()
+    _listen()
+    before, _noting.hits = getattr(_noting, "hits", None), []
+    try:
+        yield _noting.hits
+    finally:
+        _noting.hits = before
+
+
+_noting = threading.local()
+
+
+@functools.cache
+def _listen() -> None:
+    """Once for all: JAX may be going through its listeners in one thread when another would take one away."""
 
     def note(event: str, **_: Any) -> None:
-        if event == _HIT and threading.get_ident() == thread:
+        hits = getattr(_noting, "hits", None)
+        if event == _HIT and hits is not None:
             hits.append(event)
 
     jax.monitoring.register_event_listener(note)
-    try:
-        yield hits
-    finally:
-        jax.monitoring.unregister_event_listener(note)
 
 
 def used_weights(segments: Iterable[Segment]) -> set[str]:
