@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import onnx
 import pytest
+from few_bits_weights import drawn_weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
@@ -23,19 +24,9 @@ CHOICES = ["auto", "keep", "unpack"]
 
 def drawn(bits: int, block: int, blocks: int, columns: int, zeros: str, seed: int = 0) -> tuple[Any, ...]:
     """The bytes of a weight, its scales and zero points, and the weight itself."""
-    rng = np.random.default_rng(seed)
-    codes = rng.integers(0, 2**bits, (columns, blocks * block)).astype(np.uint8)
-    scales = rng.uniform(0.5, 1.5, (blocks, columns)).astype(np.float32)
-    zero = {
-        "none": None,
-        "integers": rng.integers(0, 2**bits, (blocks, columns)).astype(np.uint8),
-        "floats": rng.uniform(0, 2**bits, (blocks, columns)).astype(np.float32),
-    }[zeros]
-    centre = np.full((1, 1), 2 ** (bits - 1)) if zero is None else zero
-    centred = codes.T.astype(np.float64) - np.repeat(centre, blocks * block // centre.shape[0], 0)
-    weight = centred * np.repeat(scales, block, 0)
+    codes, scales, zero, weight = drawn_weight(bits, block, blocks, columns, zeros, seed)
     each = 8 // bits
-    shifted = codes.reshape(columns, -1, each) << (bits * np.arange(each, dtype=np.uint8))
+    shifted = codes.T.reshape(columns, -1, each) << (bits * np.arange(each, dtype=np.uint8))
     return np.bitwise_or.reduce(shifted, -1).astype(np.uint8), scales, zero, weight
 
 

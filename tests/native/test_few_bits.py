@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from few_bits_weights import drawn_weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from instruction_sets import by_each_variant, needs_kernels
@@ -30,19 +31,12 @@ pytestmark = needs_kernels
 
 def drawn(bits: int, block: int, blocks: int, columns: int, zeros: str, seed: int = 0) -> tuple[list[Any], np.ndarray]:
     """The words, scales and zero points of a weight, and the weight itself in float64."""
-    rng = np.random.default_rng(seed)
-    fields, depth = 32 // bits, block * blocks
-    codes = rng.integers(0, 2**bits, (depth, columns)).astype(np.uint32)
+    codes, scales, zero, weight = drawn_weight(bits, block, blocks, columns, zeros, seed)
+    fields = 32 // bits
     shifts = bits * np.arange(fields, dtype=np.uint32)[:, None]
-    words = np.bitwise_or.reduce(codes.reshape(depth // fields, fields, columns) << shifts, 1)
-    scales = rng.uniform(0.5, 1.5, (blocks, columns)).astype(np.float32)
-    zero = {
-        "none": None,
-        "integers": rng.integers(0, 2**bits, (blocks, columns)).astype(np.uint8),
-        "floats": rng.uniform(0, 2**bits, (blocks, columns)).astype(np.float32),
-    }[zeros]
-    centre = np.full(scales.shape, 2 ** (bits - 1)) if zero is None else zero.astype(np.float64)
-    weight = (codes - np.repeat(centre, block, 0)) * np.repeat(scales.astype(np.float64), block, 0)
+    words = np.bitwise_or.reduce(
+        codes.reshape(block * blocks // fields, fields, columns).astype(np.uint32) << shifts, 1
+    )
     return [words.view(np.int32), scales] + ([] if zero is None else [zero]), weight
 
 

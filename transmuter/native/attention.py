@@ -161,12 +161,12 @@ def _moved_purely(function: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-def _mapped(function: Callable[..., Any], multiple_results: bool) -> Callable[..., Any]:
+def _mapped(primitive: jex.Primitive, function: Callable[..., Any]) -> Callable[..., Any]:
     """A rule of batching: the pure form, mapped."""
 
     def rule(operands: Sequence[Any], axes: Sequence[Any], *, form: Heads) -> Any:
         results = jax.vmap(partial(function, form=form), in_axes=tuple(axes))(*operands)
-        return (results, [0] * len(results)) if multiple_results else (results, 0)
+        return (results, [0] * len(results)) if primitive.multiple_results else (results, 0)
 
     return rule
 
@@ -199,7 +199,7 @@ def _steps(shape: Sequence[int], order: Sequence[int]) -> list[int]:
 def _complete(primitive: jex.Primitive, function: Callable[..., Any]) -> None:
     """What a primitive of these needs beyond the kernel: its forms everywhere else."""
     mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=primitive.multiple_results))
-    batching.primitive_batchers[primitive] = _mapped(function, primitive.multiple_results)
+    batching.primitive_batchers[primitive] = _mapped(primitive, function)
     run_eagerly(primitive)
 
 

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterator
 
 import jax
-import jax.extend.core as jex
 import numpy as np
 from jax import lax
 
@@ -14,7 +13,7 @@ from transmuter import native
 from transmuter.lowering.few_bits import PRODUCT
 from transmuter.lowering.named import has_name
 from transmuter.lowering.platform import has_kernels
-from transmuter.segments.rewriting import Replacement, View
+from transmuter.segments.rewriting import Replacement, View, opened
 
 
 def products_of_few_bits(view: View) -> Iterator[Replacement]:
@@ -50,4 +49,4 @@ def products_by_xla(view: View) -> Iterator[Replacement]:
     """A rule: what the products that are left are traced as, for the rules behind it and for the choice of options."""
     for op in view.trace.operations:
         if has_name(op.equation, PRODUCT):
-            yield Replacement(op.results, jex.jaxpr_as_fun(op.equation.params["call_jaxpr"]), op.operands)
+            yield opened(op)

@@ -20,6 +20,7 @@ from transmuter import native
 from transmuter.lowering import registry
 from transmuter.lowering.evaluation import array_of, operator_name
 from transmuter.model import Model
+from transmuter.segments.preparation import fingerprint
 
 _PACKAGE = Path(__file__).parent.parent
 _FOLDERS = ("", "lowering", "native", "segments")
@@ -137,11 +138,10 @@ def _of_attribute(attribute: ir.Attr, model: Model, numbers: dict[ir.Value, int]
             raise _UnknownError(attribute.name)
 
 
-def _of_array(array: np.ndarray) -> tuple[Any, ...]:
+def _of_array(array: np.ndarray) -> Any:
     if array.dtype == object:
         return array.shape, array.reshape(-1).tolist()
-    contents = hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=20).hexdigest()
-    return array.dtype.name, array.shape, contents
+    return fingerprint(array)
 
 
 @functools.cache

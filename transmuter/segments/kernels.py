@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax.extend.core as jex
-
 from transmuter.lowering.platform import has_kernels
 from transmuter.segments.convolutions import convolutions, depthwise_convolutions
 from transmuter.segments.integers import dynamic_quantization
-from transmuter.segments.preparation import Operation, Trace
-from transmuter.segments.rewriting import Replacement, Rule, View, rewriting, rewritten, within
+from transmuter.segments.preparation import Trace
+from transmuter.segments.rewriting import Replacement, Rule, View, opened, rewriting, rewritten, within
 from transmuter.segments.strided_products import strided_products
 
 _CALLED = {"custom_jvp_call", "custom_vjp_call", "named"}
@@ -33,18 +31,14 @@ def called_on_weights(view: View) -> Iterator[Replacement]:
     """A rule: `_called` of weights alone, which are prepared by operations that can be written down (`records`)."""
     for op in view.trace.operations:
         if op.equation.primitive.name in _CALLED and view.weights.issuperset(op.results):
-            yield _body_of(op)
+            yield opened(op)
 
 
 def _called(view: View) -> Iterator[Replacement]:
     """A rule: the operations of functions that have a derivative of their own, or a name."""
     for op in view.trace.operations:
         if op.equation.primitive.name in _CALLED:
-            yield _body_of(op)
-
-
-def _body_of(op: Operation) -> Replacement:
-    return Replacement(op.results, jex.jaxpr_as_fun(op.equation.params["call_jaxpr"]), op.operands)
+            yield opened(op)
 
 
 def _inside(view: View) -> Iterator[Replacement]:

@@ -170,7 +170,7 @@ def split(trace: Trace, names: dict[Ref, str], arguments: list[Ref], *, prepare:
             rest remains a function of the weights themselves.
     """
     operations = live(trace.operations, trace.outputs)
-    keys = {ref: _digest(value) for ref, value in trace.constants.items()}
+    keys = {ref: fingerprint(value) for ref, value in trace.constants.items()}
     hoistable = set(keys)
     if prepare:
         keys.update(names)
@@ -261,7 +261,8 @@ def _ancestors(ref: Ref, producer: dict[Ref, Operation]) -> list[Operation]:
     return list(ordered.values())
 
 
-def _digest(value: Any) -> str:
+def fingerprint(value: Any) -> str:
+    """A name for an array, by dtype, shape and contents."""
     array = np.asarray(value)
     content = hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=16).hexdigest()
     return f"constant {array.dtype.name}{list(array.shape)} {content}"

@@ -39,11 +39,11 @@ def recomputed_activations(view: View) -> Iterator[Replacement]:
     taken: set[Ref] = set()
     for op in view.trace.operations:
         found = _activation(view, op) if op.equation.primitive.name in _CORES else None
-        if found is None or not taken.isdisjoint(ref for each in found.operations for ref in each.results):
+        made = set() if found is None else {ref for each in found.operations for ref in each.results}
+        if found is None or not taken.isdisjoint(made):
             continue
-        taken.update(ref for each in found.operations for ref in each.results)
+        taken |= made
         read = {operand for each in found.operations for operand in each.operands if isinstance(operand, Ref)}
-        made = {ref for each in found.operations for ref in each.results}
         operands = sorted(read - made)
         yield Replacement([found.result], jax.checkpoint(partial(_computed, found, operands)), operands)
 

@@ -119,6 +119,11 @@ def within(op: Operation, *rules: Rule) -> Replacement:
     return Replacement(op.results, function, op.operands)
 
 
+def opened(op: Operation) -> Replacement:
+    """The operations of a function that has a derivative of its own, or of a computation with a name."""
+    return Replacement(op.results, jex.jaxpr_as_fun(op.equation.params["call_jaxpr"]), op.operands)
+
+
 def traced(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Trace, Any]:
     """A function's operations on such arguments, and the structure of its results."""
     closed, results = jax.make_jaxpr(function, return_shape=True)(*arguments)

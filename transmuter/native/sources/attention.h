@@ -139,20 +139,8 @@ void through_softmax(float* row, float* gradients, long count, float scale, Bias
   }
 }
 
-// The left operand of a product: rows that far apart, or copied by copy_left (0).
-struct Rows {
-  const float* data;
-  long step;
-};
-
-// The right operand of a product: its rows are `row` apart, and groups of kPanel of its columns `panel`.
-struct Panels {
-  const float* data;
-  long row, panel;
-};
-
 // result = left * right, or is added to. Whole vectors of columns are computed.
-inline void multiply(const Cut& tiles, long columns, long depth, Rows left, Panels right, float* result,
+inline void multiply(const Cut& tiles, long columns, long depth, Left left, Right right, float* result,
                      long result_row, bool adds) {
   const long whole = ceiling(columns, kLanes) * kLanes;
   for (long column = 0; column < whole; column += kTileColumns) {
@@ -160,7 +148,7 @@ inline void multiply(const Cut& tiles, long columns, long depth, Rows left, Pane
     for (long t = 0; t < tiles.parts; ++t) {
       const long first = tiles.start(t);
       compute(tiles.size(t), std::min<long>(kTileColumns, whole - column), depth,
-              left.step == 0 ? Left{left.data + first * depth, 0} : Left{left.data + first * left.step, left.step},
+              Left{left.data + first * (left.row == 0 ? depth : left.row), left.row},
               from, right.row, result + first * result_row + column, result_row, adds, staying(from), staying(from));
     }
   }
@@ -178,23 +166,23 @@ inline Matrix head(const Strided& all, long b, long h) {
 }
 
 // Rows as the left operand of a product, copied to `copy` if they have to be.
-inline Rows rows_of(const Matrix& m, const Cut& tiles, long depth, float* copy) {
+inline Left rows_of(const Matrix& m, const Cut& tiles, long depth, float* copy) {
   if (m.element == 1 && m.row != 0 && m.row % 1024 != 0) return {m.data, m.row};
   copy_left(m.data, m.row, m.element, tiles, depth, copy);
   return {copy, 0};
 }
 
 // Copies rows as a right operand: [panels of elements, rows, kPanel]; transposed, [panels of rows, elements, kPanel].
-inline Panels copied(const Matrix& m, long rows, long elements, float* to) {
+inline Right copied(const Matrix& m, long rows, long elements, float* to) {
   copy_panels(m.data, m.row, m.element, elements, rows, to, rows * kPanel);
-  return {to, kPanel, rows * kPanel};
+  return {to, rows * kPanel, kPanel};
 }
 
-inline Panels copied_transposed(const Matrix& m, long rows, long elements, float* to) {
+inline Right copied_transposed(const Matrix& m, long rows, long elements, float* to) {
   const long whole = rows / kPanel * kPanel * elements;
   if (rows % kPanel != 0) std::memset(to + whole, 0, elements * kPanel * sizeof(float));  // columns that nobody fills
   copy_panels(m.data, m.element, m.row, rows, elements, to, elements * kPanel);
-  return {to, kPanel, elements * kPanel};
+  return {to, elements * kPanel, kPanel};
 }
 
 // Writes a row of `count` elements, `factor` times.
@@ -253,13 +241,13 @@ void attend(const Attention& a, long b, long h, long query, long queries, const 
   const Parts<5> parts(tasks, {n.keys_whole * n.depth, n.width_whole * n.keys, n.queries * n.depth, n.queries * n.row,
                                n.queries * n.width_whole});
   const auto& [keys_copy, values_copy, queries_copy, scores, mixed] = parts.at;
-  const Panels keys = copied_transposed(head(a.key, b, h), n.keys, n.depth, keys_copy);
-  const Panels values = copied(head(a.value, b, h), n.keys, n.width, values_copy);
+  const Right keys = copied_transposed(head(a.key, b, h), n.keys, n.depth, keys_copy);
+  const Right values = copied(head(a.value, b, h), n.keys, n.width, values_copy);
   const Cut blocks{queries, ceiling(queries, n.queries)};
   for (long i = 0; i < blocks.parts; ++i) {
     const long first = query + blocks.start(i), rows = blocks.size(i);
     const Cut tiles{rows, ceiling(rows, kTileRows)};
-    const Rows left = rows_of(head(a.query, b, h).from(first), tiles, n.depth, queries_copy);
+    const Left left = rows_of(head(a.query, b, h).from(first), tiles, n.depth, queries_copy);
     multiply(tiles, n.keys, n.depth, left, keys, scores, n.row, false);
     float totals[kQueries];
     for (long r = 0; r < rows; ++r)
@@ -280,9 +268,9 @@ void differentiate(const Attention& a, long b, long h, const Tasks& tasks) {
                                 n.queries * n.depth_whole, n.keys_whole * n.depth, n.keys_whole * n.width});
   const auto& [keys_copy, values_copy, keys_as_they_are, queries_copy, outputs_copy, shares, scores, of_queries,
                of_keys, of_values] = parts.at;
-  const Panels keys = copied_transposed(head(a.key, b, h), n.keys, n.depth, keys_copy);
-  const Panels values = copied_transposed(head(a.value, b, h), n.keys, n.width, values_copy);
-  const Panels rows_of_keys = copied(head(a.key, b, h), n.keys, n.depth, keys_as_they_are);
+  const Right keys = copied_transposed(head(a.key, b, h), n.keys, n.depth, keys_copy);
+  const Right values = copied_transposed(head(a.value, b, h), n.keys, n.width, values_copy);
+  const Right rows_of_keys = copied(head(a.key, b, h), n.keys, n.depth, keys_as_they_are);
   const Cut depths{n.depth, ceiling(n.depth, kTileRows)}, widths{n.width, ceiling(n.width, kTileRows)};
   const Cut blocks{a.queries, ceiling(a.queries, n.queries)};
   for (long i = 0; i < blocks.parts; ++i) {
@@ -294,9 +282,9 @@ void differentiate(const Attention& a, long b, long h, const Tasks& tasks) {
     for (long r = 0; r < rows; ++r)
       through_softmax<HasBias>(shares + r * n.row, scores + r * n.row, n.keys, a.scale, bias_of(a, b, h, first + r));
     copy_left(output.data, output.element, output.row, widths, rows, outputs_copy);
-    multiply(widths, n.keys, rows, {outputs_copy, 0}, {shares, n.row, kPanel}, of_values, n.keys_whole, i > 0);
+    multiply(widths, n.keys, rows, {outputs_copy, 0}, {shares, kPanel, n.row}, of_values, n.keys_whole, i > 0);
     copy_left(query.data, query.element, query.row, depths, rows, queries_copy);
-    multiply(depths, n.keys, rows, {queries_copy, 0}, {scores, n.row, kPanel}, of_keys, n.keys_whole, i > 0);
+    multiply(depths, n.keys, rows, {queries_copy, 0}, {scores, kPanel, n.row}, of_keys, n.keys_whole, i > 0);
     multiply(tiles, n.depth, n.keys, {scores, n.row}, rows_of_keys, of_queries, n.depth_whole, false);
     const Matrix gradient = head(a.query_gradient, b, h).from(first);
     for (long r = 0; r < rows; ++r)
